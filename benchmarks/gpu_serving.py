@@ -17,7 +17,7 @@ import torch
 from benchmarks.report import Figures, run_checks
 from infer.bench.bench import TASK, noise
 from infer.bench.live import LiveFigures, context_of, play, random_folder
-from infer.bench.people import Manner
+from infer.bench.people import Workload
 from infer.bench.random_model import random_codec, random_model, with_encoder_mode
 from omni.config import preset
 from omni.engine.process import EngineProcess
@@ -98,7 +98,7 @@ def questions(device: torch.device, small: bool) -> Figures:
 def live(device: torch.device, small: bool) -> Figures:
     """Sessions against the clock, once every width of a step has been captured."""
     numbers, warm, played = ((4, 8), (3.0, 3.0), 3.0) if small else ((64, 256, 512), WARM_UP, PLAYED)
-    name, manner = "nano" if small else "qwen2-0.5b-omni", Manner(noise(2.0), 4.0, 0.1, False)
+    name, manner = "nano" if small else "qwen2-0.5b-omni", Workload(noise(2.0), 4.0, 0.1, False)
     context, kind = context_of(preset(name), manner.question, manner.answer_seconds), "float32" if small else "bfloat16"
     with tempfile.TemporaryDirectory() as folder:
         random_folder(f"{folder}/{name}", preset(name), torch.float32 if small else torch.bfloat16)

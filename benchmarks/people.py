@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.bare import BareLoop
-from infer.bench.people import BARGE, PAUSE, Manner, PlayedAudio
+from infer.bench.people import BARGE, PAUSE, PlayedAudio, Workload
 from infer.timing import Player
 from omni.generate.history import forgotten_of
 from omni.generate.speech_lm import SpeechLM
@@ -47,19 +47,19 @@ class BarePeople:
         heard: what is noted at present; `written`, columns that were written, of all rows.
     """
 
-    def __init__(self, lm: SpeechLM, manner: Manner, number: int, context: int, seed: int = 0) -> None:
+    def __init__(self, lm: SpeechLM, workload: Workload, number: int, context: int, seed: int = 0) -> None:
         assert lm.codec is not None
-        self.codec, self.manner, self.context = lm.codec, manner, context
+        self.codec, self.workload, self.context = lm.codec, workload, context
         self.heard: PlayedAudio | None = None
         self.written = 0
-        self._most = round(manner.answer_seconds * lm.codec.frame_rate)
-        self.loop = BareLoop(lm, manner.question, number, context + self._most + lm.model.layout.max_delay + 1)
+        self._most = round(workload.answer_seconds * lm.codec.frame_rate)
+        self.loop = BareLoop(lm, workload.question, number, context + self._most + lm.model.layout.max_delay + 1)
         self._turns: list[list[int]] = [[] for _ in range(number)]  # columns of each person's turns
         self._batch, self._rows = lm.codec.batch(), list[_Row]()
         self._random, self._pending = random.Random(seed), list[tuple[float, int]]()
         begin = time.perf_counter()
         self._numbers = [0] * number  # of each person's plans: what was planned before another question is left out
-        self._plans = [(begin + self._random.uniform(0, manner.cycle), person, "ask", 0) for person in range(number)]
+        self._plans = [(begin + self._random.uniform(0, workload.cycle), person, "ask", 0) for person in range(number)]
         heapq.heapify(self._plans)
 
     @torch.inference_mode()
@@ -98,7 +98,7 @@ class BarePeople:
             self._note("interrupted")
             for row in [row for row in self._rows if row.person == person]:  # else it is written, and still plays
                 self._leave(row)
-            self._plan(person, self.manner.speaking)
+            self._plan(person, self.workload.speaking)
 
     def _plan(self, person: int, seconds: float, what: str = "ask") -> None:
         heapq.heappush(self._plans, (time.perf_counter() + seconds, person, what, self._numbers[person]))
@@ -115,8 +115,8 @@ class BarePeople:
         late = row.player.receive(self.codec.frame_samples * (2 if row.frames == 2 else 1), now)
         if late is None:
             self._note("first_audio", now - row.asked)
-            if self._random.random() < self.manner.barge_in:
-                self._plan(row.person, self._random.uniform(*BARGE) * self.manner.answer_seconds, "interrupt")
+            if self._random.random() < self.workload.barge_in:
+                self._plan(row.person, self._random.uniform(*BARGE) * self.workload.answer_seconds, "interrupt")
             return
         self._note("lateness", late)
         if late > 0:
@@ -170,8 +170,8 @@ class BarePeople:
             if row.frames >= self._most:
                 self._note("answers")
                 self._leave(row)
-                pause = 0.0 if self.manner.nonstop else max(self._holds(row, now), 0.0) + self._random.uniform(*PAUSE)
-                self._plan(row.person, pause + self.manner.speaking)
+                pause = 0.0 if self.workload.nonstop else max(self._holds(row, now), 0.0) + self._random.uniform(*PAUSE)
+                self._plan(row.person, pause + self.workload.speaking)
 
     def _leave(self, row: _Row) -> None:
         """Let an answer go; the last row takes its place."""

@@ -26,7 +26,7 @@ from benchmarks.people import BarePeople
 from benchmarks.report import Figures, in_ms, run_checks
 from infer.bench.bench import TASK, first_audio, first_sound, noise, steps_and_readings, whole_answer
 from infer.bench.live import context_of, play, random_folder
-from infer.bench.people import Manner, PlayedAudio
+from infer.bench.people import PlayedAudio, Workload
 from infer.bench.random_model import preset_lm
 from infer.loading import cpu_threads
 from omni.audio.io import SAMPLE_RATE
@@ -143,7 +143,7 @@ def people(
 ) -> Figures:
     """Live sessions, and as many people whom the bare loop answers, one after the other; CPU for a row's column of both."""
     config, played = named(preset), 1.0 if small else float(seconds)
-    manner = Manner(
+    manner = Workload(
         noise(0.3 if small else 2.0), 0.4 if small else float(answer_seconds), 0.0 if nonstop else 0.1, bool(nonstop)
     )
     context = context_of(config, manner.question, manner.answer_seconds)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from infer.console import in_options
+from infer.options import in_options
 from omni.errors import UserError, in_one_line
 from omni.plugins import take_plugins
 from omni.utils.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say
@@ -98,7 +98,8 @@ def run(words: Sequence[str]) -> bool:
 
 def quantize(options: QuantizeOptions) -> None:
     """Write the folder, showing the progress, and print what it holds; UserError as `quantize_folder` raises it."""
-    from infer.console import WorkBar
+    from tqdm import tqdm
+
     from omni.checkpoint.places import WEIGHTS
     from omni.convert.omni_folder import quantize_folder
     from omni.pretrained import find_model
@@ -106,8 +107,13 @@ def quantize(options: QuantizeOptions) -> None:
     all_imported()
     source, target = Path(find_model(options.model)), Path(options.out)
     before, started = (source / WEIGHTS).stat().st_size if (source / WEIGHTS).is_file() else 0, time.monotonic()
-    with WorkBar("quantising", on=not options.quiet) as shown:
-        files = quantize_folder(source, target, on_progress=shown)
+    with tqdm(desc="quantising", unit="B", unit_scale=True, leave=False, disable=options.quiet or None) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        files = quantize_folder(source, target, on_progress=show)
     size, seconds = files[WEIGHTS].bytes, time.monotonic() - started
     print(f"{target}: {source} in int8")
     for name, stamp in sorted(files.items()):

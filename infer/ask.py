@@ -23,9 +23,8 @@ from infer.audio import (
 )
 from infer.chat.devices import load_sounddevice
 from infer.checks import PIPE
-from infer.console import in_options, on_one_line
 from infer.loading import cpu_threads, load
-from infer.options import AskOptions
+from infer.options import AskOptions, in_options, on_one_line
 from infer.timing import AnswerMeter, Figures
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
@@ -52,7 +51,7 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
     if options.speaker:
         load_sounddevice()
     speaks = any(task.audio for task, _ in answers)
-    insists = options.speaker or any(one is not None for one in (options.task, options.out, options.max_silence))
+    insists = options.speaker or any(value is not None for value in (options.task, options.out, options.max_silence))
     lm, keywords = load(options, device, speaks, ", or ask for text only with --task A1T2 or T1T2", insists)
     say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
@@ -62,27 +61,27 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
             return stack.enter_context(lm.session(max_tokens=options.max_tokens, **keywords))
 
         session = new_session()
-        for number, (question, (task, place)) in enumerate(zip(asked, answers, strict=True)):
+        for number, (question, (task, path)) in enumerate(zip(asked, answers, strict=True)):
             if number and not options.chat:
                 session.close()
                 session = new_session()
             if len(asked) > 1 and not options.json:
                 print(f"[{number + 1}/{len(asked)}] {on_one_line(question.name)}", file=say, flush=True)
-            whole &= _turn(session, question, task, place, options, say)
+            whole &= _turn(session, question, task, path, options, say)
     return whole
 
 
-def _turn(session: Session, question: Pending, task: Task, place: Path | None, options: AskOptions, say: TextIO) -> bool:
+def _turn(session: Session, question: Pending, task: Task, path: Path | None, options: AskOptions, say: TextIO) -> bool:
     """Ask one question and deliver its text, sound and report, also of an answer that Ctrl-C or a signal interrupts.
 
     Returns whether the answer did not end with an error.
     """
     rate = session.codec.sample_rate if session.codec is not None else 0
-    outputs = Outputs(_outputs(options, place, rate) if task.audio and rate else [])
+    outputs = Outputs(_outputs(options, path, rate) if task.audio and rate else [])
     meter, pieces, warned = AnswerMeter(rate), list[str](), list(question.sound_warnings)
 
     def print_report(figures: Figures, ended: Ended) -> None:
-        file = str(place) if outputs.kept else None
+        file = str(path) if outputs.kept else None
         _print_json(report(task, question, "".join(pieces), file, figures, ended, warned))
 
     try:
@@ -108,7 +107,7 @@ def _turn(session: Session, question: Pending, task: Task, place: Path | None, o
     if options.json or ended.error is not None:
         return ended.error is None
     if outputs.kept:
-        print(f"{on_one_line(str(place))}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
+        print(f"{on_one_line(str(path))}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
     if ended.reason != "end":
         print(REASONS[ended.reason], file=say)
     print(figures.line(), file=say, flush=True)
@@ -167,7 +166,7 @@ def follow(
 def report(
     task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended, warnings: Sequence[str]
 ) -> dict[str, Any]:
-    """What `--json` prints of a turn; of one that was cancelled, what was delivered before."""
+    """The JSON object of a turn; of a cancelled one, with what was delivered before."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds * 1e3, 1)
@@ -189,7 +188,7 @@ def report(
     }
 
 
-def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]:
+def _outputs(options: AskOptions, path: Path | None, rate: int) -> list[Output]:
     """Opens all outputs of the sound; where one cannot be opened, those before it are ended, and nothing stays."""
     outputs: list[Output] = []
     with ExitStack() as undo:
@@ -203,9 +202,9 @@ def _outputs(options: AskOptions, place: Path | None, rate: int) -> list[Output]
 
         if options.speaker:  # first, because it is the one that may fail
             add(Paced(SpeakerOutput(rate)))
-        if place is not None:
-            wav = place.suffix.lower() == ".wav"
-            add(paced(WavOutput(place, rate) if wav else EncodedOutput(place, rate)))
+        if path is not None:
+            wav = path.suffix.lower() == ".wav"
+            add(paced(WavOutput(path, rate) if wav else EncodedOutput(path, rate)))
         if options.out == PIPE:
             add(paced(PipeOutput(sys.stdout.buffer)))
         undo.pop_all()

@@ -37,7 +37,7 @@ from omni.generate.question import longest
 from omni.generate.session import Session
 from omni.tasks import Task
 
-How = Literal["done", "stopped", "failed"]
+Outcome = Literal["done", "stopped", "failed"]
 """End of an answer: complete, interrupted by the user (sound written so far stays), or failed by an error (nothing
 stays)."""
 
@@ -72,15 +72,15 @@ class Pending:
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
     """Collects the texts of `SoundWarning`s of a block, each once; other warnings are issued when the block ends."""
-    found: list[str] = []
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SoundWarning)
-        yield found
+        yield messages
     for warning in caught:
         if not issubclass(warning.category, SoundWarning):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        elif str(warning.message) not in found:
-            found.append(str(warning.message))
+        elif str(warning.message) not in messages:
+            messages.append(str(warning.message))
 
 
 class PipeReader:
@@ -92,7 +92,7 @@ class PipeReader:
     def __init__(self, pipe: BinaryIO, rate: int, channel: int | Literal["mix"] = "mix") -> None:
         self._read, self._rate, self._channel = _reader(pipe), rate, channel
         self._limit = min(int(MAX_SECONDS * rate * 2), MAX_STREAM_BYTES)
-        self._kind: str | None = None
+        self._container: str | None = None
         self._data = bytearray()
         self._error: Exception | None = None
         self._ended = False
@@ -118,8 +118,8 @@ class PipeReader:
             self._changed.notify_all()
 
     def heard(self, session: Session, task: Task) -> Listening | None:
-        """What a session has heard of it, once it has ended; None for what is decoded whole, or is wrong (`take` says so).
-        UserError as soon as it is too long."""
+        """Pushes the samples to a session as they come; returns its listening once the pipe has ended. None for a form that is
+        decoded whole, or a mistake that `take` raises. UserError as soon as it is too long."""
         form, listening = self._form(), None
         if form is None:
             return None
@@ -140,11 +140,11 @@ class PipeReader:
         """Where its samples are, once that is known; None where they are not read piece by piece."""
         self._wait(HEAD)
         head = bytes(self._data[:HEAD])
-        if self._kind == "WAV":
+        if self._container == "WAV":
             form = wav_form(head)
             chosen = form is not None and (form.channels <= 2 if self._channel == "mix" else self._channel < form.channels)
             return form if chosen else None
-        return SampleForm(self._rate) if self._kind is None and head and foreign(head) is None else None
+        return SampleForm(self._rate) if self._container is None and head and foreign(head) is None else None
 
     def _wait(self, count: int) -> None:
         """Wait until so many bytes have come, or all."""
@@ -165,8 +165,8 @@ class PipeReader:
             yield samples if samples.ndim == 1 or self._channel == "mix" else samples[self._channel]
 
     def _look(self) -> None:
-        self._kind = container(bytes(self._data[:HEAD]))
-        if self._kind is not None:
+        self._container = container(bytes(self._data[:HEAD]))
+        if self._container is not None:
             self._limit = MAX_STREAM_BYTES
 
     def take(self) -> Tensor:
@@ -176,11 +176,11 @@ class PipeReader:
             reason = str(self._error) or type(self._error).__name__
             raise UserError(f"standard input cannot be read ({reason}); pipe raw PCM or a sound file into it")
         if len(self._data) > self._limit:
-            most = f"{self._limit / (2 * self._rate):g} s" if self._kind is None else f"{MAX_STREAM_BYTES >> 20} MiB"
+            most = f"{self._limit / (2 * self._rate):g} s" if self._container is None else f"{MAX_STREAM_BYTES >> 20} MiB"
             raise UserError(f"standard input continues after {most}, the most that is read; ask in smaller pieces")
         if not self._data:
             raise UserError("standard input ended without a sample; pipe raw PCM (s16le, mono) or a sound file into it")
-        if self._kind is not None:
+        if self._container is not None:
             return read_audio(self._data, channel=self._channel, name="standard input")
         if (other := foreign(bytes(self._data[:HEAD]))) is not None:
             raise UserError(f"standard input is not sound but {other}; pipe raw PCM (s16le, mono) or a sound file into it")
@@ -222,7 +222,7 @@ class Output(Protocol):
 
     def write(self, samples: Tensor) -> None: ...
 
-    def end(self, outcome: How) -> None: ...
+    def end(self, outcome: Outcome) -> None: ...
 
 
 class WavOutput:
@@ -235,7 +235,7 @@ class WavOutput:
     def write(self, samples: Tensor) -> None:
         self._writer.append(samples)
 
-    def end(self, outcome: How) -> None:
+    def end(self, outcome: Outcome) -> None:
         if self._writer.samples and outcome != "failed":
             self._writer.close()
             self.kept = True
@@ -254,7 +254,7 @@ class EncodedOutput:
     def write(self, samples: Tensor) -> None:
         self._chunks.append(samples)
 
-    def end(self, outcome: How) -> None:
+    def end(self, outcome: Outcome) -> None:
         if any(map(len, self._chunks)) and outcome != "failed":
             write_audio(self._path, torch.cat(self._chunks), self._rate)
             self.kept = True
@@ -272,7 +272,7 @@ class PipeOutput:
         self._stream.write(pcm16(samples))
         self._stream.flush()
 
-    def end(self, outcome: How) -> None:
+    def end(self, outcome: Outcome) -> None:
         pass
 
 
@@ -292,7 +292,7 @@ class SpeakerOutput:
     def write(self, samples: Tensor) -> None:
         self._stream.write(pcm16(samples))
 
-    def end(self, outcome: How) -> None:
+    def end(self, outcome: Outcome) -> None:
         if outcome == "done":
             self._stream.stop()  # plays what is left
         else:
@@ -305,12 +305,12 @@ class Paced:
     there is raised by the next `write`, or at the end.
 
     Args:
-        sample_rate: where given, a chunk is passed on no earlier than `ahead` seconds before a player that started
+        sample_rate: where given, a chunk is passed on no earlier than 0.1 s before a player that started
             with the first chunk would need it.
     """
 
-    def __init__(self, output: Output, sample_rate: int | None = None, ahead: float = 0.1) -> None:
-        self._output, self._rate, self._ahead = output, sample_rate, ahead
+    def __init__(self, output: Output, sample_rate: int | None = None) -> None:
+        self._output, self._rate = output, sample_rate
         self._queue: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -325,7 +325,7 @@ class Paced:
         self._check()
         self._queue.put(samples)
 
-    def end(self, outcome: How) -> None:
+    def end(self, outcome: Outcome) -> None:
         if outcome != "done":
             self._stop.set()
         self._queue.put(None)
@@ -347,7 +347,7 @@ class Paced:
         while (samples := self._queue.get()) is not None and not self._stop.is_set():
             if self._rate is not None:
                 now = time.monotonic()
-                if self._stop.wait(max(due - self._ahead - now, 0)):
+                if self._stop.wait(max(due - 0.1 - now, 0)):
                     return
                 due = max(due, time.monotonic()) + len(samples) / self._rate
             try:
@@ -377,8 +377,8 @@ class Outputs:
     def __enter__(self) -> Outputs:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        outcome: How = "done" if kind is None else "failed" if issubclass(kind, Exception) else "stopped"
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        outcome: Outcome = "done" if error_type is None else "failed" if issubclass(error_type, Exception) else "stopped"
         outcome = "failed" if self.broken else outcome
         with contextlib.ExitStack() as stack:
             for output in self._outputs:

@@ -81,9 +81,9 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     check_options(options, BOUNDS)
     check_questions(options.files, options.text, options.chat)
     tasks = choose_tasks(options.task, [kind == SOUND for kind in options.kinds])
-    where = places(options, tasks)
+    paths = answer_files(options, tasks)
     check_model(DEFAULT_MODEL if options.model is None else options.model)
-    return list(zip(tasks, where, strict=True))
+    return list(zip(tasks, paths, strict=True))
 
 
 def check_bench(options: BenchOptions) -> None:
@@ -114,22 +114,22 @@ def check_serve(options: ServeOptions) -> None:
     check_model(options.model or DEFAULT_MODEL, "name one: omni-infer serve FOLDER")
 
 
-def read_adapters(given: Sequence[str], model: str) -> dict[str, str]:
+def read_adapters(values: Sequence[str], model: str) -> dict[str, str]:
     """Folders of adapters by name: those in the model's folder, and those of `NAME=FOLDER` or `FOLDER`, which replace them.
     UserError for a name that is empty, comes twice or is taken, or a folder that does not exist."""
-    found: dict[str, str] = {}
-    for one in given:
-        name, sign, folder = one.partition("=")
+    adapters: dict[str, str] = {}
+    for value in values:
+        name, sign, folder = value.partition("=")
         if not sign:
-            name, folder = Path(one).resolve().name, one
+            name, folder = Path(value).resolve().name, value
         if not name or not folder:
-            raise UserError(f"--adapter {one!r} lacks its {'folder' if name else 'name'}; give NAME=FOLDER")
+            raise UserError(f"--adapter {value!r} lacks its {'folder' if name else 'name'}; give NAME=FOLDER")
         if not os.path.isdir(folder):
-            raise UserError(f"--adapter {one!r}: there is no folder {folder!r}; give NAME=FOLDER")
-        if name in found or name == "default":
-            raise UserError(f"--adapter {one!r}: the name {name!r} is taken; give another one, as NAME=FOLDER")
-        found[name] = folder
-    return {name: str(place) for name, place in adapters_in(local_path(model)).items() if name != "default"} | found
+            raise UserError(f"--adapter {value!r}: there is no folder {folder!r}; give NAME=FOLDER")
+        if name in adapters or name == "default":
+            raise UserError(f"--adapter {value!r}: the name {name!r} is taken; give another one, as NAME=FOLDER")
+        adapters[name] = folder
+    return {name: str(path) for name, path in adapters_in(local_path(model)).items() if name != "default"} | adapters
 
 
 def _check_certificate(certificate: str, private_key: str) -> None:
@@ -157,10 +157,10 @@ def _check_origin(origin: str) -> None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host!r} is no address here: {getattr(error, 'strerror', None) or error}") from error
-    return all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 def check_playing(options: BenchOptions) -> None:
@@ -186,13 +186,13 @@ def check_playing(options: BenchOptions) -> None:
 def check_picture(file: str) -> None:
     """UserError for a place where no PNG file can be written."""
     refuse_remote(file, "picture", write=True)
-    place = replaceable(file)
-    if place.suffix.lower() != ".png":
+    path = replaceable(file)
+    if path.suffix.lower() != ".png":
         raise UserError(f"--plot {file!r} is no name of a PNG file; end it in .png")
-    if not place.parent.is_dir():
-        raise UserError(f"--plot {file!r}: there is no folder {str(place.parent)!r}; make it first")
-    if not os.access(place.parent, os.W_OK):
-        raise UserError(f"--plot {file!r}: the folder {str(place.parent)!r} cannot be written; name another one")
+    if not path.parent.is_dir():
+        raise UserError(f"--plot {file!r}: there is no folder {str(path.parent)!r}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"--plot {file!r}: the folder {str(path.parent)!r} cannot be written; name another one")
 
 
 def check_quantizing(options: QuantizeOptions) -> None:
@@ -202,21 +202,21 @@ def check_quantizing(options: QuantizeOptions) -> None:
             raise UserError(f"{name.upper()} is empty; give the folder {'to write' if name == 'out' else 'of a model'}")
     model, out = Path(options.model), Path(options.out)
     check_model(options.model)
-    source, place = model.resolve(), real_place(out)
-    if source == place:
+    source, target = model.resolve(), real_place(out)
+    if source == target:
         raise UserError(f"OUT is {out}, the model itself; name another folder: the one in full precision stays as it is")
-    if source in place.parents or place in source.parents or place in (Path.cwd(), *Path.cwd().parents):
+    if source in target.parents or target in source.parents or target in (Path.cwd(), *Path.cwd().parents):
         raise UserError(f"OUT is {out}, which holds the model or the folder that you are in, or lies in it; name one beside it")
-    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not options.overwrite:
         raise UserError(f"{out} exists; give another name, or --overwrite to replace it")
-    if not (place / CONFIG).is_file():
+    if not (target / CONFIG).is_file():
         raise UserError(f"{out} is no model folder; only such a one is overwritten")
     from omni.checkpoint.folder import foreign_file  # PyTorch, which only overwriting needs this early
 
     try:
-        foreign = foreign_file(place)
+        foreign = foreign_file(target)
     except UserError as error:
         raise UserError(f"{out} is no model folder of a known version; only such a one is overwritten") from error
     if foreign is not None:
@@ -303,11 +303,11 @@ def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
         return [choose_task(name, spoken[0])] * len(spoken)
     both = {True: "A1A2", False: "T1A2"}
     if name is not None:
-        given = find_task(name)
-        both = {True: f"A1{given.name[2:]}", False: f"T1{given.name[2:]}"}
+        task = find_task(name)
+        both = {True: f"A1{task.name[2:]}", False: f"T1{task.name[2:]}"}
         if not {*both.values()} <= TASKS.keys():
-            raise UserError(f"--task {given.name} is for one kind of question, but sound and --text were given; leave it out")
-    return [TASKS[both[one]] for one in spoken]
+            raise UserError(f"--task {task.name} is for one kind of question, but sound and --text were given; leave it out")
+    return [TASKS[both[is_spoken]] for is_spoken in spoken]
 
 
 def choose_task(name: str | None, spoken: bool) -> Task:
@@ -315,12 +315,12 @@ def choose_task(name: str | None, spoken: bool) -> Task:
     not fit."""
     task = find_task(name or ("A1A2" if spoken else "T1A2"))
     if (task.question == "audio") != spoken:
-        given, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
-        raise UserError(f"--task {task.name} asks by {task.question}, but {given}; choose another task, or give {use}")
+        problem, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
+        raise UserError(f"--task {task.name} asks by {task.question}, but {problem}; choose another task, or give {use}")
     return task
 
 
-def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
+def answer_files(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
     """The sound file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
     file."""
     written = next((f"--task {task.name}" for task in tasks if not task.audio), "")
@@ -334,32 +334,32 @@ def places(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
         raise UserError(f"--out - wants sound, but --task {tasks[0].name} answers in text only; leave --out out")
     if options.out == PIPE or (options.out is None and options.speaker):
         return [None] * len(tasks)
-    given = Path("answer.wav" if options.out is None else options.out)
-    names = [given.with_stem(f"{given.stem}-{n}") if several else given for n in range(1, len(tasks) + 1)]
-    return [check_place(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
+    path = Path("answer.wav" if options.out is None else options.out)
+    names = [path.with_stem(f"{path.stem}-{n}") if several else path for n in range(1, len(tasks) + 1)]
+    return [check_answer_file(str(name), options.files) if heard else None for name, heard in zip(names, spoken, strict=True)]
 
 
-def check_place(path: str, inputs: Sequence[str]) -> Path:
+def check_answer_file(path: str, inputs: Sequence[str]) -> Path:
     """Checks the path of a sound file that is to be written; UserError where it is a remote address, its folder is missing, it
     cannot be written or replaced, its suffix names no format, or it is one of the inputs."""
     refuse_remote(path, "answer", write=True)
-    place = Path(path)
-    if not os.path.isdir(place.parent):
-        raise UserError(f"--out {path!r}: there is no folder {str(place.parent)!r}; make it, or write elsewhere")
-    if os.path.isdir(place):
-        raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(place / 'answer.wav')!r}")
-    part = beside(replaceable(place), place)
+    target = Path(path)
+    if not os.path.isdir(target.parent):
+        raise UserError(f"--out {path!r}: there is no folder {str(target.parent)!r}; make it, or write elsewhere")
+    if os.path.isdir(target):
+        raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(target / 'answer.wav')!r}")
+    part = beside(replaceable(target), target)
     try:
         part.touch()
         part.unlink()
     except OSError as error:
         raise UserError(f"--out {path!r} cannot be written: {error.strerror}; name a file elsewhere") from error
-    if place.suffix.lower() not in FORMATS:
+    if target.suffix.lower() not in FORMATS:
         raise UserError(f"--out {path!r}: the suffix says how sound is written; use {', '.join(FORMATS)}")
-    for given in inputs:
-        if place.exists() and os.path.exists(given) and os.path.samefile(place, given):
+    for question in inputs:
+        if target.exists() and os.path.exists(question) and os.path.samefile(target, question):
             raise UserError(f"--out {path!r} is also the question; write the answer to another file")
-    return place
+    return target
 
 
 def check_chat(options: ChatOptions) -> None:
@@ -381,12 +381,12 @@ def check_chat(options: ChatOptions) -> None:
 def check_new_folder(folder: str) -> None:
     """UserError for a folder that cannot be made, or has something in it."""
     refuse_remote(folder, "folder", write=True)
-    place = Path(folder)
-    if not folder or (place.exists() and not place.is_dir()):
+    path = Path(folder)
+    if not folder or (path.exists() and not path.is_dir()):
         raise UserError(f"--save {folder!r} is no folder; name a new one")
-    if place.is_dir() and any(place.iterdir()):
+    if path.is_dir() and any(path.iterdir()):
         raise UserError(f"--save {folder!r} has files in it; name a new folder")
-    if not place.parent.is_dir():
-        raise UserError(f"--save {folder!r}: there is no folder {str(place.parent)!r}; make it first")
-    if not os.access(place if place.is_dir() else place.parent, os.W_OK):
+    if not path.parent.is_dir():
+        raise UserError(f"--save {folder!r}: there is no folder {str(path.parent)!r}; make it first")
+    if not os.access(path if path.is_dir() else path.parent, os.W_OK):
         raise UserError(f"--save {folder!r} cannot be written; name a folder elsewhere")

@@ -41,18 +41,18 @@ def build_parser() -> InferParser:
     """The parser of `omni-infer`, with one subcommand per entry of `COMMANDS`."""
     parser = InferParser(prog="omni-infer", description=DESCRIPTION)
     commands = parser.add_subcommands(metavar="COMMAND", title="commands")
-    for name, kind in COMMANDS.items():
-        commands.add_subcommand(name, command_parser(name), help=(kind.__doc__ or "").strip().splitlines()[0])
+    for name, command in COMMANDS.items():
+        commands.add_subcommand(name, command_parser(name), help=(command.__doc__ or "").strip().splitlines()[0])
     return parser
 
 
 def command_parser(name: str) -> InferParser:
     """The parser of a command: one argument per field of its dataclass that was made with `option`."""
-    kind = COMMANDS[name]
-    parser = InferParser(prog=f"omni-infer [options] {name}", description=(kind.__doc__ or "").strip())
-    hints = typing.get_type_hints(kind)
-    rank = {name: place for place, owner in reversed([*enumerate(kind.__mro__)]) for name in inspect.get_annotations(owner)}
-    for f in sorted(dataclasses.fields(kind), key=lambda f: rank[f.name]):  # its own first
+    command = COMMANDS[name]
+    parser = InferParser(prog=f"omni-infer [options] {name}", description=(command.__doc__ or "").strip())
+    hints = typing.get_type_hints(command)
+    rank = {name: index for index, owner in reversed([*enumerate(command.__mro__)]) for name in inspect.get_annotations(owner)}
+    for f in sorted(dataclasses.fields(command), key=lambda f: rank[f.name]):  # its own first
         if "help" not in f.metadata:  # no option: `parse` fills it in
             continue
         more = dict(f.metadata)
@@ -64,15 +64,15 @@ def command_parser(name: str) -> InferParser:
             more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
             more |= {} if positional else {"action": "extend"}
         else:
-            more |= {} if "choices" in more else {"type": _given(hints[f.name])}
+            more |= {} if "choices" in more else {"type": _value_type(hints[f.name])}
             more |= {} if positional and "nargs" not in more else {"default": f.default}
         parser.add_argument(f.name if positional else f"--{f.name}", **more)
     return parser
 
 
-def _given(hint: Any) -> Any:
+def _value_type(hint: Any) -> Any:
     """The type of a given value: `X` of `X | None`."""
-    return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
+    return next((member for member in typing.get_args(hint) if member is not type(None)), hint)
 
 
 def parse(words: Sequence[str]) -> Command:
@@ -93,45 +93,45 @@ def parse(words: Sequence[str]) -> Command:
     return COMMANDS[name](**{**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}, **asked})
 
 
-def take_questions(words: Sequence[str], kind: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
+def take_questions(words: Sequence[str], command: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
     """Take files and texts out of a command's words, in their order, wherever they are among the options: parsers take a list
     of positionals in one piece only.
 
     Words after `--text`, up to the next option, are texts; but a word after the first that is the name of a file (or `-`) is
     that file, so that `--text "hello" q.wav` asks both. Returns the other words, the files, the texts, and the kind of each
     question in order, `s` or `t`."""
-    flags = {f"--{name}" for name, hint in typing.get_type_hints(kind).items() if hint is bool}
-    known = {f"--{f.name}" for f in dataclasses.fields(kind)} | {"-h", "--help"}
+    flags = {f"--{name}" for name, hint in typing.get_type_hints(command).items() if hint is bool}
+    known = {f"--{f.name}" for f in dataclasses.fields(command)} | {"-h", "--help"}
     rest: list[str] = []
-    found: list[tuple[str, str]] = []
+    questions: list[tuple[str, str]] = []
     option, values = "", 0  # the option that the next words may belong to, and the number of words that did
 
     for at, word in enumerate(words):
         if word == "--":  # files whose names start with a dash
-            found += [(SOUND, name) for name in words[at + 1 :]]
+            questions += [(SOUND, name) for name in words[at + 1 :]]
             break
         if is_option(word):
             _close(option, values, rest)
             option, values = word, 0
             if word.startswith("--text="):
-                found.append((TEXT, word.removeprefix("--text=")))
+                questions.append((TEXT, word.removeprefix("--text=")))
                 option = ""
             elif word != "--text":
                 rest.append(word)
                 takes_one = word in known and word not in flags
                 option = word if takes_one else ""
         elif option == "--text" and not (values and (word == "-" or os.path.isfile(word))):
-            found.append((TEXT, word))
+            questions.append((TEXT, word))
             values += 1
         elif option and option != "--text":
             rest.append(word)
             option = ""
         else:
-            found.append((SOUND, word))
+            questions.append((SOUND, word))
     _close(option, values, rest)
-    files = tuple(word for kind_, word in found if kind_ == SOUND)
-    texts = tuple(word for kind_, word in found if kind_ == TEXT)
-    return rest, files, texts, "".join(kind_ for kind_, _ in found)
+    files = tuple(word for kind, word in questions if kind == SOUND)
+    texts = tuple(word for kind, word in questions if kind == TEXT)
+    return rest, files, texts, "".join(kind for kind, _ in questions)
 
 
 def _close(option: str, values: int, rest: list[str]) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from infer.options import DEFAULT_MODEL, LocalOptions
+from omni.audio.io import SAMPLE_RATE
 from omni.checkpoint.folder import load_codec_of, read_config, stored_dtype
 from omni.checkpoint.places import WEIGHTS
 from omni.edit.storage import load_edits
@@ -21,6 +22,9 @@ from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import find_dtype, multiplies_bf16
+
+if TYPE_CHECKING:
+    from omni.engine.process import EngineProcess
 
 SMALL_MODEL = 64 << 20
 """Bytes of weights below which one thread is as fast as several: each operation of a step then takes microseconds,
@@ -84,18 +88,25 @@ def is_small(folder: str) -> bool:
     return weights.is_file() and weights.stat().st_size < SMALL_MODEL
 
 
-def serving_dtype(given: str | None, device: torch.device, folder: str) -> torch.dtype | None:
+def serving_dtype(name: str | None, device: torch.device, folder: str) -> torch.dtype | None:
     """The number format to answer in: what `--dtype` gives (None for `auto`, as stored).
 
     Without it, bf16 for weights that are stored in fp32, on a GPU that multiplies bf16: there fp32 takes twice the memory and
     no tensor cores. On a CPU, fp32 for a small model that is stored in bf16: many have no bf16, and only fp32 is compiled.
     """
-    if given is not None or (device.type == "cuda" and not multiplies_bf16("cuda")):
-        return find_dtype(given)
+    if name is not None or (device.type == "cuda" and not multiplies_bf16("cuda")):
+        return find_dtype(name)
     stored = stored_dtype(folder)
     if device.type == "cuda":
         return torch.bfloat16 if stored == torch.float32 else None
     return torch.float32 if device.type == "cpu" and stored == torch.bfloat16 and is_small(folder) else None
+
+
+def warm_up(lm: SpeechLM | EngineProcess) -> None:
+    """Answer once, so that the first person does not wait for what is compiled or packed with the first question."""
+    noise = 0.1 * torch.randn(SAMPLE_RATE, generator=torch.Generator().manual_seed(0))
+    with lm.session(max_seconds=0.5, max_tokens=8, pace="whole") as session:
+        session.ask(noise, "A1T2" if lm.codec is None else "A1A2").answer()
 
 
 @contextmanager

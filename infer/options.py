@@ -1,10 +1,11 @@
-"""Options of the command line: one dataclass per command, whose fields are its options.
+"""Options of the command line: one dataclass per command, whose fields are its options; and messages in their words.
 
 Nothing heavy is imported here, so that `--help` and a mistyped option are answered at once.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,16 @@ SOUND, TEXT = "s", "t"  # kinds of questions
 DEFAULT_MODEL = "runs/nano/model"  # the model folder that `make demo` writes
 
 MODEL = f"model folder; by default {DEFAULT_MODEL}, or the model that ships with omni-speech (nano) where that is not there"
+
+WORDS: tuple[tuple[str, str], ...] = (
+    (r"^(device|dtype|quantize|kernels|task) (?='|\S+ is not available)", r"--\1 "),
+    (r"\ba larger context\b", "a larger --context"),
+    (r"\buse 'cpu'", "use --device cpu"),
+    (r"\bload the model in (float\w+)", r"use --dtype \1"),
+    (r"\bgive raw PCM with its sample rate instead\b", "pipe raw PCM into - with its --input_rate instead"),
+    (r"(?<= )(channel|task)='?(\w+)'?(?![\w.])", r"--\1 \2"),
+)
+"""Patterns of the library's messages, with their replacements on the command line."""
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
@@ -200,3 +211,15 @@ class QuantizeOptions:
     overwrite: bool = option(False, "replace a model folder that is there already")
     quiet: bool = option(False, "show nothing while it works")
     debug: bool = option(False, "show the traceback of an error")
+
+
+def on_one_line(name: str) -> str:
+    """Escapes line ends and control characters in a name, so that it fits on one line."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+
+
+def in_options(message: str) -> str:
+    """Replaces keywords in a message by the names of options."""
+    for pattern, words in WORDS:
+        message = re.sub(pattern, words, message)
+    return message

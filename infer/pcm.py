@@ -1,4 +1,4 @@
-"""Samples: in a queue, as 16-bit numbers and G.711, and at another rate while they still come.
+"""Samples: queued, as 16-bit PCM and G.711, and resampled while they come.
 
 S samples, float32 within -1 to 1.
 """
@@ -61,16 +61,16 @@ class Resampler:
     """Samples at another rate, piece by piece, by FFmpeg's resampler, which holds back 2 ms (soxr's best holds 33); nothing is
     changed where the rates are the same."""
 
-    def __init__(self, given: int, wanted: int) -> None:
-        self._given, self._pts = given, 0
-        self._filter = None if given == wanted else _resampling(given, wanted)
+    def __init__(self, rate: int, new_rate: int) -> None:
+        self._rate, self._pts = rate, 0
+        self._filter = None if rate == new_rate else _resampling(rate, new_rate)
 
     def push(self, samples: np.ndarray) -> np.ndarray:
-        """What is known after more samples."""
+        """Takes samples [S]; returns those that are ready at the new rate."""
         if self._filter is None or not len(samples):
             return samples
         frame = AudioFrame.from_ndarray(np.ascontiguousarray(samples, dtype=np.float32)[None], format="fltp", layout="mono")
-        frame.sample_rate, frame.pts, frame.time_base = self._given, self._pts, Fraction(1, self._given)
+        frame.sample_rate, frame.pts, frame.time_base = self._rate, self._pts, Fraction(1, self._rate)
         self._pts += len(samples)
         self._filter.push(frame)
         return _pulled(self._filter)
@@ -83,12 +83,12 @@ class Resampler:
         return _pulled(self._filter)
 
 
-def _resampling(given: int, wanted: int) -> Graph:
+def _resampling(rate: int, new_rate: int) -> Graph:
     """FFmpeg's filters; av's own resampler would start threads for each, up to sixteen."""
     graph = Graph()
     graph.threads = 1
-    source = graph.add("abuffer", sample_rate=str(given), sample_fmt="fltp", channel_layout="mono", time_base=f"1/{given}")
-    resample, sink = graph.add("aresample", str(wanted)), graph.add("abuffersink")
+    source = graph.add("abuffer", sample_rate=str(rate), sample_fmt="fltp", channel_layout="mono", time_base=f"1/{rate}")
+    resample, sink = graph.add("aresample", str(new_rate)), graph.add("abuffersink")
     source.link_to(resample)
     resample.link_to(sink)
     graph.configure()

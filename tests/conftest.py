@@ -96,14 +96,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (-sizes[item.path], item.path))
     alike: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few"):
+        if item.get_closest_marker("sampled"):
             alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for some in alike.values():
-        marker = some[0].get_closest_marker("few")
+    for cases in alike.values():
+        marker = cases[0].get_closest_marker("sampled")
         count = marker.args[0] if marker else 1
-        kept = {round((i + 0.5) * len(some) / count - 0.5) for i in range(count)}
-        for place, item in enumerate(some):
-            if place not in kept:
+        kept = {round((i + 0.5) * len(cases) / count - 0.5) for i in range(count)}
+        for number, item in enumerate(cases):
+            if number not in kept:
                 item.add_marker(pytest.mark.long)
     if not torch.cuda.is_available():
         for item in items:

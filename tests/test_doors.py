@@ -46,7 +46,7 @@ def test_a_full_standard_output_is_one_line_and_code_1(door: str, tmp_path: Path
     one_line(done.stderr, "No space left on device")
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("door", DOORS)
 def test_closed_streams_break_nothing(door: str, closed: str, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_closed_streams_break_nothing(door: str, closed: str, tmp_path: Path) ->
         one_line(wrong.stderr, "'nonsense' is unknown")
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("env", [{"PYTHONIOENCODING": "ascii"}, {"LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 @pytest.mark.parametrize("door", DOORS)
 def test_names_that_are_not_text_are_printed_in_every_encoding(door: str, env: dict[str, str], tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ IMPORTERS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("name", IMPORTERS)
@@ -233,7 +233,7 @@ def test_a_thread_s_end_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" in call(["-c", code, "--debug"], tmp_path).stderr
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bar", ["", "import tqdm, time; bar = tqdm.tqdm(total=3); bar.update()"])
 @pytest.mark.parametrize("own", ["", "logging.basicConfig(format='own: %(message)s')"])
 def test_what_the_library_warns_of_is_a_line(bar: str, own: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,14 +21,41 @@ FORBIDDEN = {
 }
 
 
+class Source(NamedTuple):
+    """What a file says, of one walk through it."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    names: set[str]  # identifiers that it gives or asks for
+    defined: set[str]  # functions, classes, variables and attributes
+    read: set[str]  # attributes
+    classes: list[str]  # at the top
+
+
+@cache
+def look(source: str) -> Source:
+    tree = ast.parse(source)
+    seen = Source([], set(), set(), set(), [node.name for node in tree.body if isinstance(node, ast.ClassDef)])
+    for node in ast.walk(tree):
+        seen.names.update(name for key in ("id", "arg", "name", "attr") if isinstance(name := getattr(node, key, None), str))
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            seen.imports.append(node)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            seen.defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            seen.defined.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            (seen.defined if isinstance(node.ctx, ast.Store) else seen.read).add(node.attr)
+    return seen
+
+
 def imported(source: str) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+    packages = set()
+    for node in look(source).imports:
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.add(node.module.split(".")[0])
-    return found
+            packages |= {alias.name.split(".")[0] for alias in node.names}
+        elif node.module and node.level == 0:
+            packages.add(node.module.split(".")[0])
+    return packages
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -80,14 +108,14 @@ FILES = {name_of(file): file for package in FORBIDDEN for file in (ROOT / packag
 
 def modules_imported(source: str, known: Iterable[str]) -> set[str]:
     """Modules of this repository that a source imports, wherever in it: in functions and under TYPE_CHECKING too."""
-    known, found = set(known), set()
-    for node in ast.walk(ast.parse(source)):
+    known, modules = set(known), set()
+    for node in look(source).imports:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            modules |= {alias.name for alias in node.names}
+        elif node.module and node.level == 0:
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner if inner <= known else (inner & known) | {node.module}
-    return found & known
+            modules |= inner if inner <= known else (inner & known) | {node.module}
+    return modules & known
 
 
 def climbing(graph: Mapping[str, set[str]]) -> list[str]:
@@ -139,9 +167,9 @@ def test_the_checks_of_floors_and_circles_can_fail():
 def test_no_public_class_name_is_taken_twice():
     places: dict[str, list[str]] = {}
     for name, file in FILES.items():
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(name)
+        for public in look(file.read_text(encoding="utf-8")).classes:
+            if not public.startswith("_"):
+                places.setdefault(public, []).append(name)
     assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
@@ -150,11 +178,7 @@ STOPPED = {"dice", "heat", "odd", "odds", "some", "those", "told", "faces", "few
 
 
 def identifiers(source: str) -> set[str]:
-    """Names that a source gives or asks for."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        found |= {getattr(node, key) for key in ("id", "arg", "name", "attr") if isinstance(getattr(node, key, None), str)}
-    return {name.strip("_") for name in found}
+    return {name.strip("_") for name in look(source).names}
 
 
 def test_names_are_nouns_of_the_field():
@@ -168,20 +192,13 @@ KNOWN = {"_exit", "_getframe", "_handle", "_Pointer", "_asdict", "_replace", "_d
 
 
 def test_private_names_of_other_packages_are_in_one_file():
-    trees = {name: ast.parse(file.read_text()) for name, file in FILES.items() if name != "omni.utils.private"}
-    ours, used, foreign = set(), set(), set()
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                ours.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                ours.add(node.id)
-            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
-                if isinstance(node.ctx, ast.Store):
-                    ours.add(node.attr)
-                else:
-                    used.add((name, node.attr))
-            elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] not in FORBIDDEN:
+    sources = {name: look(file.read_text(encoding="utf-8")) for name, file in FILES.items() if name != "omni.utils.private"}
+    ours = set().union(*(source.defined for source in sources.values()))
+    used = set()
+    for name, source in sources.items():
+        used |= {(name, attr) for attr in source.read - ours - KNOWN if attr.startswith("_") and not attr.endswith("__")}
+        for node in source.imports:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] not in FORBIDDEN:
                 words = [*node.module.split("."), *(alias.name for alias in node.names)]
-                foreign |= {(name, word) for word in words if word.startswith("_") and not word.startswith("__")}
-    assert sorted(foreign | {(name, attr) for name, attr in used if attr not in ours | KNOWN}) == []
+                used |= {(name, word) for word in words if word.startswith("_") and not word.startswith("__")}
+    assert sorted(used) == []

@@ -74,7 +74,7 @@ def answers(model: SpeechModel, rows: int = 2, seed: int = 0) -> list[Tensor]:
     return model.decoder.logits(model.decoder(tokens))
 
 
-@pytest.mark.few(8)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,7 +156,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("numbers", ["float32", "int8"])
 @pytest.mark.parametrize("shape", STEPS)
 def test_a_compiled_step_is_the_modules(shape: str, numbers: str, calls: list[str]) -> None:

@@ -69,7 +69,7 @@ def gradients_of(objective: Objective, batch: Batch, recompute: Recompute) -> li
     return [loss.detach(), *(p.grad for p in objective.parameters() if p.grad is not None)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("lora", [None, 0.0, 0.5])
 def test_it_changes_no_bit(lora: float | None, half: bool) -> None:

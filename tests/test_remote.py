@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infer.checks import check_file, check_model, check_place
+from infer.checks import check_answer_file, check_file, check_model
 from omni.audio.io import read_audio
 from omni.codec.registry import load_codec
 from omni.convert.formats import open_foreign
@@ -37,7 +37,7 @@ DOORS: dict[str, Callable[[str], Any]] = {
     "edits": lambda name: read_tensors(Path(name), "edits"),
     "a sound file": read_audio,
     "a question on the command line": check_file,
-    "an answer on the command line": lambda name: check_place(name, []),
+    "an answer on the command line": lambda name: check_answer_file(name, []),
     "a stored row's recording": lambda name: Sound(path=name, folder=Path("/")).load(16000),
     "a set's recordings": lambda name: Files.of(Path("set.csv"), ReaderOptions(folder=name)),
     "a set's recording": lambda name: Files(Path("/")).file(name),

@@ -66,6 +66,7 @@ def test_recipes_come_with_it_and_nothing_else_does(installed: Path) -> None:
     assert names == {"omni", "train", "infer", dist.name, "..", "bin"} - ({"..", "bin"} - names)
 
 
+@pytest.mark.long
 def test_the_scripts_run_the_package_whatever_lies_in_the_folder(installed: Path, folder: Path) -> None:
     script = str(installed / "bin" / "omni-train")
     printed = run(installed, folder, script, "fit", "nano", "--print_config")

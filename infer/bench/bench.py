@@ -61,8 +61,8 @@ class FigureRow(NamedTuple):
 def bench(options: BenchOptions) -> None:
     """Measures and prints. UserError for an unknown preset or device."""
     device = find_device(options.device, options.quantize)
-    given = options.preset or ("nano" if options.sessions else "nano,qwen2-0.5b-omni")
-    names = [] if options.model else [name.strip() for name in given.split(",") if name.strip()]
+    presets = options.preset or ("nano" if options.sessions else "nano,qwen2-0.5b-omni")
+    names = [] if options.model else [name.strip() for name in presets.split(",") if name.strip()]
     for name in names:
         preset(name)
     sound: Tensor = noise(options.seconds) if options.question is None else read_audio(options.question)
@@ -96,12 +96,12 @@ def _tables(
         if options.kernels == "measured":
             measure_kernels(lm.model)
         compiled, assist = name is not None and device.type == "cuda", name not in (None, "nano")
-        what = find_model(options.model or "") if name is None else f"{name}, random weights"
+        title = find_model(options.model or "") if name is None else f"{name}, random weights"
         around = "compiled, CUDA graph" if compiled else f"{threads} thread{'s' * (threads > 1)}"
-        what = f"{what} ({lm}, {around})"
+        title = f"{title} ({lm}, {around})"
         rows = "text assist (two rows)" if assist else "one row"
-        yield f"streaming: {what}, {rows}", _streaming(lm, options, sound, assist)
-        yield f"steps: {what}, {rows}", _steps(lm, options, 2 if assist else 1, compiled)
+        yield f"streaming: {title}, {rows}", _streaming(lm, options, sound, assist)
+        yield f"steps: {title}, {rows}", _steps(lm, options, 2 if assist else 1, compiled)
 
 
 def _loaded(options: BenchOptions, device: torch.device, name: str | None) -> SpeechLM:
@@ -174,19 +174,17 @@ class FirstAudio(NamedTuple):
 
 def first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool, repeat: int) -> FirstAudio:
     """The run with the median total, of `repeat` runs after one to warm up."""
-    runs, codec = [_first_audio(lm, sound, text_assist) for _ in range(repeat + 1)][1:], lm.codec
-    total, timings = sorted(runs, key=lambda run: run[0])[len(runs) // 2]
+    runs, codec = list[tuple[float, Timings]](), lm.codec
+    for _ in range(repeat + 1):
+        with lm.session(text_assist=text_assist) as session:
+            synchronize(lm.model.device)
+            runs.append(first_sound(session, sound))
+    total, timings = sorted(runs[1:], key=lambda run: run[0])[repeat // 2]
     assert codec is not None
     frames = next(n for n in range(1, 100) if codec.exact_samples(n) > 0)
     alone = min(codec_alone(lm, frames), total - timings.prefill)
     parts = timings.encode, timings.prefill - timings.encode, total - timings.prefill - alone, alone
     return FirstAudio(total, *parts, columns=frames - 1 + lm.layout.max_delay)  # the prefill writes the first column
-
-
-def _first_audio(lm: SpeechLM, sound: Tensor, text_assist: bool) -> tuple[float, Timings]:
-    with lm.session(text_assist=text_assist) as session:
-        synchronize(lm.model.device)
-        return first_sound(session, sound)
 
 
 def first_sound(session: Session, question: Any) -> tuple[float, Timings]:
@@ -243,7 +241,7 @@ def weights_of_a_step(lm: SpeechLM) -> list[Tensor]:
 
 
 def readings(weights: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
-    """What reads all bytes of matrices once, by the way; they lie together, so that the launch of kernels does not count."""
+    """Readers, by name, of as many bytes as the matrices have, in one block, so that kernel launches do not count."""
     device, size = weights[0].device, sum(w.nbytes for w in weights)
     dtype = weights[0].dtype if weights[0].is_floating_point() else torch.float32  # whole numbers have none of these ways
     count = size // dtype.itemsize // 1024

@@ -22,7 +22,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from infer.bench.people import LiveLoad, Manner, PlayedAudio
+from infer.bench.people import LiveLoad, PlayedAudio, Workload
 from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
 from infer.loading import cpu_threads, is_small
 from infer.options import BenchOptions
@@ -57,24 +57,24 @@ def live_table(options: BenchOptions, device: torch.device, name: str | None, so
     config = folder_config(options) if name is None else preset(name)
     context = context_of(config, sound, options.answer_seconds)
     _check_memory(config, numbers[-1], context, device, options)
-    manner = Manner(sound, options.answer_seconds, options.barge_in, options.nonstop)
+    workload = Workload(sound, options.answer_seconds, options.barge_in, options.nonstop)
     runs: list[LiveFigures] = []
     with _started(options, device, name, numbers[-1], context) as (engine, title):
         for number in numbers:
-            say(f"playing {number} sessions for {manner.cycle + options.play_seconds:.0f} s")
-            runs.append(asyncio.run(play(engine, manner, context, number, options.play_seconds)))
+            say(f"playing {number} sessions for {workload.cycle + options.play_seconds:.0f} s")
+            runs.append(asyncio.run(play(engine, workload, context, number, options.play_seconds)))
         return LiveTable(title, 1 / engine.frame_rate, runs)
 
 
 async def play(
-    engine: EngineProcess, manner: Manner, context: int, number: int, seconds: float, warm_up: float | None = None
+    engine: EngineProcess, workload: Workload, context: int, number: int, seconds: float, warm_up: float | None = None
 ) -> LiveFigures:  # fmt: skip
     """Plays a number of sessions, and measures for some seconds once all have come: after `warm_up`, a cycle by default."""
     process = psutil.Process(engine.pid)
-    bare, load, sampled = engine.call("engine.measure", powers_to(number)), LiveLoad(engine, manner, context, number), []
+    bare, load, sampled = engine.call("engine.measure", powers_to(number)), LiveLoad(engine, workload, context, number), []
     try:
         load.invite(number)
-        await load.wait(manner.cycle if warm_up is None else warm_up)
+        await load.wait(workload.cycle if warm_up is None else warm_up)
         await load.call(engine.call, "engine.clear_stats")
         heard = load.heard = PlayedAudio()
         start, theirs, own, here = time.perf_counter(), sum(process.cpu_times()[:2]), time.process_time(), engine.decoding
@@ -87,13 +87,13 @@ async def play(
     finally:
         await load.close()
     stats = sampled[-1]
-    active, steps = sum(one.active for one in sampled) / len(sampled), stats.steps * stats.rows  # of rows
+    active, steps = sum(sample.active for sample in sampled) / len(sampled), stats.steps * stats.rows  # of rows
     alone = bare.cpu(max(active, 1.0)) / max(active, 1.0)
     return LiveFigures(
-        loop="nonstop" if manner.nonstop else "closed",
+        loop="nonstop" if workload.nonstop else "closed",
         sessions=number,
         seconds=passed,
-        **vars(heard) | {kind: Percentiles.of(getattr(heard, kind)) for kind in ("lateness", "first_audio")},
+        **vars(heard) | {name: Percentiles.of(getattr(heard, name)) for name in ("lateness", "first_audio")},
         step=stats.step,
         active=active,
         rows=stats.rows,
@@ -101,7 +101,7 @@ async def play(
         engine_cpu=theirs / passed,
         generator_cpu=own / passed,
         overhead=theirs / steps / alone if steps and alone else None,
-        waiting=sum(one.waiting for one in sampled) / len(sampled),
+        waiting=sum(sample.waiting for sample in sampled) / len(sampled),
     )
 
 
@@ -147,8 +147,8 @@ def _started(
         folder, dtype = options.model or "", options.dtype
         if name is not None:
             folder = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-bench-"))) / name)
-            model = random_folder(folder, preset(name), kind := bench_dtype(dtype, device))
-            dtype = str(kind).removeprefix("torch.")
+            model = random_folder(folder, preset(name), torch_dtype := bench_dtype(dtype, device))
+            dtype = str(torch_dtype).removeprefix("torch.")
             if options.kernels == "measured" and device.type == "cpu":
                 with cpu_threads(options.threads, model):
                     measure_kernels(to_int8(model) if options.quantize else model)
@@ -177,7 +177,7 @@ def random_folder(folder: str, config: ModelConfig, dtype: torch.dtype) -> Speec
 
 @dataclass(frozen=True)
 class LiveFigures:
-    """What a number of sessions gave. Times in seconds; CPU in shares of one core."""
+    """Figures of one number of sessions. Times in seconds; CPU in shares of one core."""
 
     loop: Literal["closed", "nonstop"]  # people, or rows that speak all the time
     sessions: int
@@ -234,14 +234,14 @@ def cells(run: LiveFigures) -> list[str]:
     return [str(run.sessions), run.loop, late, str(run.underruns), step, first, *shares, *rest]
 
 
-def _three(found: Percentiles) -> str:
-    times = [None if value is None else 1e3 * value for value in (found.p50, found.p95, found.p99)]
+def _three(percentiles: Percentiles) -> str:
+    times = [None if value is None else 1e3 * value for value in (percentiles.p50, percentiles.p95, percentiles.p99)]
     return " ".join("-" if value is None else f"{value:.1f}" if abs(value) < 10 else f"{value:.0f}" for value in times)
 
 
 def draw(table: LiveTable, file: Path) -> Path:
     """Draws lateness, steps and first audio over the number of sessions as a PNG file."""
-    numbers, best = [run.sessions for run in table.runs], table.largest_without_underrun()
+    sessions, best = [run.sessions for run in table.runs], table.largest_without_underrun()
     with drawn(file, 3, 1, (9.5, 9), BESIDE, sharex=True, height_ratios=(3, 2, 2)) as axes:
         for axis, name in zip(axes[:, 0], ("lateness", "step", "first_audio"), strict=True):
             for part, color in (("p50", "C0"), ("p95", "C1"), ("p99", "C3")):
@@ -251,7 +251,7 @@ def draw(table: LiveTable, file: Path) -> Path:
             if best is not None:
                 axis.axvline(best, color="C2", linewidth=1.2, linestyle=":", label=f"{best} without underrun")
             axis.set_xscale("log", base=2)
-            axis.set_xticks(numbers, [str(n) for n in numbers])
+            axis.set_xticks(sessions, [str(n) for n in sessions])
             axis.minorticks_off()
             axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
         late, step, first = axes[:, 0]

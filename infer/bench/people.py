@@ -32,7 +32,7 @@ BARGE = (0.25, 0.75)  # when somebody interrupts: parts of the longest answer, f
 
 @dataclass
 class PlayedAudio:
-    """What the listeners of a load noted while it was measured: seconds, and numbers; see `LiveFigures`.
+    """Times (seconds) and counts that the listeners of a load noted while it was measured; see `LiveFigures`.
 
     A chunk is due when what came before it has played; the listener waits for one that is late, and later ones are due later.
     """
@@ -47,8 +47,8 @@ class PlayedAudio:
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How people talk: all ask `question`, [S] at 16 kHz, and interrupt a share of the answers.
+class Workload:
+    """The workload: all people ask `question`, [S] at 16 kHz, and interrupt a share of the answers.
 
     Those who talk nonstop ask again as soon as an answer is written: they do not speak in real time, hear it out, or pause.
     """
@@ -75,8 +75,8 @@ class LiveLoad:
     What they hear goes to `heard`, while that is not None.
     """
 
-    def __init__(self, engine: EngineProcess, manner: Manner, context: int, seed: int = 0) -> None:
-        self.engine, self.manner, self.context = engine, manner, context
+    def __init__(self, engine: EngineProcess, workload: Workload, context: int, seed: int = 0) -> None:
+        self.engine, self.workload, self.context = engine, workload, context
         self.random, self.over = random.Random(seed), False
         self.heard: PlayedAudio | None = None
         self._calls = ThreadPoolExecutor(16, "bench-call", torch.set_num_threads, (1,))
@@ -93,20 +93,20 @@ class LiveLoad:
         for person in done:
             person.result()
 
-    def note(self, what: str, value: float | None = None) -> None:
-        """Counts one of a kind, or adds a value to a list, while something is measured."""
+    def note(self, name: str, value: float | None = None) -> None:
+        """Counts one in a field of `PlayedAudio`, or appends a value to it, while something is measured."""
         with self._noting:
             if self.heard is not None and value is None:
-                setattr(self.heard, what, getattr(self.heard, what) + 1)
+                setattr(self.heard, name, getattr(self.heard, name) + 1)
             elif self.heard is not None:
-                getattr(self.heard, what).append(value)
+                getattr(self.heard, name).append(value)
 
-    async def call(self, what: Callable[..., Any], *args: Any) -> Any:
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """A call that waits for the engine."""
-        return await asyncio.get_running_loop().run_in_executor(self._calls, what, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._calls, function, *args)
 
     async def close(self) -> None:
-        """Lets all go."""
+        """Ends all people, and closes their sessions."""
         self.over = True
         for person in self._people:
             person.cancel()
@@ -117,14 +117,14 @@ class LiveLoad:
 
     def _open(self) -> Any:
         own: Any = {"pace": "live", "context": self.context, "overflow": "forget", "max_tokens": 1 << 20}
-        self._sessions.append(self.engine.session(max_seconds=self.manner.answer_seconds, **own))
+        self._sessions.append(self.engine.session(max_seconds=self.workload.answer_seconds, **own))
         return self._sessions[-1]
 
     async def _talk(self) -> None:
-        await asyncio.sleep(self.random.uniform(0, self.manner.cycle))
+        await asyncio.sleep(self.random.uniform(0, self.workload.cycle))
         session, pause = await self.call(self._open), 0.0
         while True:
-            await asyncio.sleep(pause + self.manner.speaking)
+            await asyncio.sleep(pause + self.workload.speaking)
             pause = await self._turn(session)
 
     async def _turn(self, session: Any) -> float:
@@ -132,8 +132,8 @@ class LiveLoad:
         self.note("questions")
         hearer = await self.call(AnswerListener, self, session, asyncio.get_running_loop())
         await hearer.sounds.wait()
-        interrupts = self.random.random() < self.manner.barge_in
-        limit = self.random.uniform(*BARGE) * self.manner.answer_seconds if interrupts else None
+        interrupts = self.random.random() < self.workload.barge_in
+        limit = self.random.uniform(*BARGE) * self.workload.answer_seconds if interrupts else None
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(hearer.over.wait(), limit)
             await self.call(session.commit)  # it goes into the history, as by a session's iterator
@@ -143,7 +143,7 @@ class LiveLoad:
                 self.note("interrupted")
                 await self.call(session.cancel, hearer.played())
                 return 0.0
-        return 0.0 if self.manner.nonstop else max(hearer.end - hearer.played(), 0.0) + self.random.uniform(*PAUSE)
+        return 0.0 if self.workload.nonstop else max(hearer.end - hearer.played(), 0.0) + self.random.uniform(*PAUSE)
 
 
 class AnswerListener:
@@ -157,7 +157,7 @@ class AnswerListener:
         self.sounds, self.over, self.end = asyncio.Event(), asyncio.Event(), 0.0
         self._plays: float | None = None
         self._done = False
-        self._answer = session.read(load.manner.question, "A1A2", SAMPLE_RATE)
+        self._answer = session.read(load.workload.question, "A1A2", SAMPLE_RATE)
         session.begin(self._answer)
         with self._answer.changed:
             self._answer.wake = self._take

@@ -77,6 +77,6 @@ def preset_lm(name: str, device: torch.device, dtype: str | None, quantize: str 
     return SpeechLM(model, Tokenizer.bytes(), random_codec(config.codec, device), compile=device.type == "cuda")
 
 
-def bench_dtype(given: str | None, device: torch.device) -> torch.dtype:
+def bench_dtype(name: str | None, device: torch.device) -> torch.dtype:
     """The number format to measure in; without one, or with `auto`, bf16 on a GPU and fp32 elsewhere."""
-    return find_dtype(given) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return find_dtype(name) or (torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -8,14 +8,13 @@ from queue import SimpleQueue
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from infer.chat.devices import find_device, load_sounddevice, show_devices
 from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
 from infer.chat.streams import Loudspeaker, MicrophoneInput
 from infer.chat.talk import ChatFolder, Lost, MicrophoneBlock, SpokenChat
 from infer.chat.terminal import ChatScreen, interruptions, keys
-from infer.loading import cpu_threads, load
+from infer.loading import cpu_threads, load, warm_up
 from infer.options import ChatOptions
 from infer.pcm import PCM_RATE
 from infer.turns.detector import PADDING, Eagerness, SemanticVad, ServerVad
@@ -72,8 +71,8 @@ def chat(options: ChatOptions) -> bool:
 
 
 def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
-    """With which the model ends questions; None where a key or silence does. UserError where the model is to and has no turn
-    head."""
+    """The eagerness of the model's turn head; None where a key or silence ends questions. UserError where the option asks for
+    a turn head and the model has none."""
     judges = lm.config.turn and lm.config.encoder.chunk_samples is not None
     if options.push_to_talk or options.eagerness == "silence" or (options.eagerness == "auto" and not judges):
         return None
@@ -86,7 +85,7 @@ def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
 
 
 def question_finder(options: ChatOptions, most: float, eagerness: Eagerness | None) -> QuestionFinder:
-    """What finds the questions, of at most that many seconds."""
+    """Finds questions by key or voice activity, each of at most `most` seconds."""
     if options.push_to_talk:
         return PressedQuestions(most)
     settings: ServerVad | SemanticVad = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
@@ -107,14 +106,8 @@ def transcriber(lm: SpeechLM, beside: dict[str, Any]) -> Callable[[np.ndarray], 
     return transcribe
 
 
-def warm_up(lm: SpeechLM) -> None:
-    """Answer once, so that the first question does not wait for what is compiled or packed with it."""
-    noise = torch.randn(PCM_RATE, generator=torch.Generator().manual_seed(0)) / 10
-    lm.generate(noise, sample_rate=PCM_RATE, max_seconds=0.5)
-
-
 def welcome(options: ChatOptions) -> str:
-    """What to do, and who hears whom."""
+    """The line of instructions at the start."""
     leave = "Ctrl-C stops an answer, twice (or Ctrl-D) leaves"
     if options.push_to_talk:
         return f"Enter begins and ends a question; {leave}"

@@ -51,48 +51,48 @@ def all_devices(sound: Any) -> list[SoundDevice]:
     return [
         SoundDevice(
             index,
-            " ".join(found["name"].split()),
-            hosts[found["hostapi"]],
-            found["max_input_channels"],
-            found["max_output_channels"],
-            round(found["default_samplerate"]),
+            " ".join(info["name"].split()),
+            hosts[info["hostapi"]],
+            info["max_input_channels"],
+            info["max_output_channels"],
+            round(info["default_samplerate"]),
             tuple(kind for kind in usual if usual[kind] == index),
         )
-        for index, found in enumerate(sound.query_devices())
+        for index, info in enumerate(sound.query_devices())
     ]
 
 
 def listing(devices: list[SoundDevice], kind: Kind) -> str:
     """The devices of a kind, for an error."""
-    found = [str(device) for device in devices if device.channels(kind)]
-    return f"there are {', '.join(found)}" if found else f"there is no {NAMES[kind]} at all; connect one"
+    names = [str(device) for device in devices if device.channels(kind)]
+    return f"there are {', '.join(names)}" if names else f"there is no {NAMES[kind]} at all; connect one"
 
 
-def find_device(sound: Any, kind: Kind, given: str | None) -> SoundDevice:
+def find_device(sound: Any, kind: Kind, query: str | None) -> SoundDevice:
     """The device of a number or a part of a name, by default the system's; UserError for none, several, or the other kind."""
     devices, name, option = all_devices(sound), NAMES[kind], OPTIONS[kind]
     able = [device for device in devices if device.channels(kind)]
-    if given is None:
-        found = [device for device in able if kind in device.default]
-        if not found:
+    if query is None:
+        matches = [device for device in able if kind in device.default]
+        if not matches:
             way = f": {listing(devices, kind)}" if not able else f"; choose one with {option}: {listing(devices, kind)}"
             raise UserError(f"the system names no {name}{way}")
-        return found[0]
-    if given.isascii() and given.isdigit():
-        found = [device for device in devices if device.index == int(given)]
+        return matches[0]
+    if query.isascii() and query.isdigit():
+        matches = [device for device in devices if device.index == int(query)]
     else:
         try:
-            wanted = sound.query_devices(given, kind)["index"]
+            wanted = sound.query_devices(query, kind)["index"]
         except (ValueError, sound.PortAudioError):
-            matching = [device for device in able if given.lower() in f"{device.name}, {device.host}".lower()]
-            problem = f"{option} {given!r} is the name of several: {', '.join(map(str, matching))}; give the number of one"
-            none = f"{option} {given!r} is no {name}; {listing(devices, kind)}"
+            matching = [device for device in able if query.lower() in f"{device.name}, {device.host}".lower()]
+            problem = f"{option} {query!r} is the name of several: {', '.join(map(str, matching))}; give the number of one"
+            none = f"{option} {query!r} is no {name}; {listing(devices, kind)}"
             raise UserError(problem if len(matching) > 1 else none) from None
-        found = [device for device in devices if device.index == wanted]
-    if not found or not found[0].channels(kind):
-        other = f" ({found[0].name!r} has no {kind})" if found else ""
-        raise UserError(f"{option} {given} is no {name}{other}; {listing(devices, kind)}")
-    return found[0]
+        matches = [device for device in devices if device.index == wanted]
+    if not matches or not matches[0].channels(kind):
+        other = f" ({matches[0].name!r} has no {kind})" if matches else ""
+        raise UserError(f"{option} {query} is no {name}{other}; {listing(devices, kind)}")
+    return matches[0]
 
 
 def open_stream(
@@ -104,10 +104,10 @@ def open_stream(
     takes no form that was tried."""
     make = sound.RawInputStream if kind == "input" else sound.RawOutputStream
     refusals: dict[str, None] = {}
-    for channels, one in _forms(device.channels(kind), rate, device.rate):
+    for channels, stream_rate in _forms(device.channels(kind), rate, device.rate):
         try:
             stream = make(
-                samplerate=one,
+                samplerate=stream_rate,
                 channels=channels,
                 dtype="int16",
                 device=device.index,
@@ -116,9 +116,9 @@ def open_stream(
                 finished_callback=finished,
             )
         except sound.PortAudioError as error:
-            refusals[f"{one} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}"] = None
+            refusals[f"{stream_rate} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}"] = None
         else:
-            return stream, one, channels
+            return stream, stream_rate, channels
     raise UserError(
         f"the {NAMES[kind]} {device} cannot be opened ({'; '.join(refusals)}); end other programs that use it, or choose "
         f"another with {OPTIONS[kind]}: {listing(all_devices(sound), kind)}"
@@ -156,24 +156,24 @@ def show_devices(sound: Any) -> None:
     if not devices:
         print("PortAudio finds no microphone and no loudspeaker; connect one, or give this user access to it")
         return
-    usual = [", ".join(NAMES[kind] for kind in one.default) for one in devices]
+    defaults = [", ".join(NAMES[kind] for kind in device.default) for device in devices]
     rows = [
-        (str(one.index), one.name, one.host, str(one.inputs or ""), str(one.outputs or ""), str(one.rate), kinds)
-        for one, kinds in zip(devices, usual, strict=True)
+        (str(d.index), d.name, d.host, str(d.inputs or ""), str(d.outputs or ""), str(d.rate), kinds)
+        for d, kinds in zip(devices, defaults, strict=True)
     ]
     print_table("", ("", "device", "by", "in", "out", "Hz", "default"), rows)
 
 
-def load_sounddevice(what: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:
+def load_sounddevice(feature: str = "--speaker", otherwise: str = ", or use --out answer.wav") -> Any:
     """The optional module `sounddevice`, through which PortAudio is reached; UserError where it or its library is missing.
 
     Args:
-        what: what needs it; `otherwise`, what can be done without it.
+        feature: what needs it; `otherwise`: what can be done without it.
     """
     try:
         import sounddevice
     except ImportError as error:
-        raise UserError(f'{what} needs the package sounddevice: pip install "omni-speech[speaker]"') from error
+        raise UserError(f'{feature} needs the package sounddevice: pip install "omni-speech[speaker]"') from error
     except OSError as error:
-        raise UserError(f"{what} needs the PortAudio library ({error}): install it{otherwise}") from error
+        raise UserError(f"{feature} needs the PortAudio library ({error}): install it{otherwise}") from error
     return sounddevice

@@ -33,11 +33,11 @@ LAST_WORDS = 10.0  # seconds in which the step under way may end when the progra
 
 @dataclass(frozen=True, eq=False)
 class QuestionPart:
-    """What was found in the sound.
+    """A part of a question in the sound.
 
     Attributes:
-        kind: a question began, its next samples, or it ended; `cut`: it ended because it was as long as the model
-            takes; `ahead`: samples behind those, which may not belong to it.
+        kind: `began`; `sound`, its next samples; `ahead`, samples after those, which may not belong to it; `ended`; or `cut`,
+            ended at the longest question that the model takes.
     """
 
     kind: Literal["began", "sound", "ahead", "ended", "cut"]
@@ -46,7 +46,7 @@ class QuestionPart:
 
 
 class Dropped(Exception):
-    """Nobody wants the question any more that is still coming."""
+    """The question was dropped while it was still coming."""
 
 
 class SpokenTurn:

@@ -32,7 +32,7 @@ class Loudspeaker:
     """
 
     def __init__(self, sound: Any, device: SoundDevice, rate: int, lost: Callable[[], None]) -> None:
-        self.device, self._sound, self._given_rate, self._lost = device, sound, rate, lost
+        self.device, self._sound, self._answer_rate, self._lost = device, sound, rate, lost
         self._lock = threading.Lock()
         self._queue = SampleQueue()
         self._taken = 0  # samples of the answer that the device has got
@@ -48,7 +48,7 @@ class Loudspeaker:
             self._queue.clear()
             self._marks.clear()
             self._taken, self._whole = 0, False
-        self._resampler = Resampler(self._given_rate, self._rate)
+        self._resampler = Resampler(self._answer_rate, self._rate)
         if not self._stream.active:
             if not self._stream.stopped:  # the device ended it by itself
                 self._stream.stop()

@@ -34,7 +34,7 @@ from infer.chat.questions import (
 )
 from infer.chat.streams import Loudspeaker, MicrophoneInput
 from infer.chat.terminal import ChatScreen, Key
-from infer.console import in_options, on_one_line
+from infer.options import in_options, on_one_line
 from infer.pcm import PCM_RATE
 from omni.audio.wav import write_audio
 from omni.errors import UserError
@@ -49,7 +49,7 @@ REASONS = {
     "silence": "the answer was ended by its silence; see --max_silence",
     "cache": "the answer was cut: the conversation fills the model's context; see --context",
 }
-"""What is said of an answer that the model did not end."""
+"""Notes on an answer that the model did not end, by the reason of its end."""
 
 DEAD = 3.0  # seconds of zeros after which the microphone is said to be muted
 
@@ -168,7 +168,7 @@ class SpokenChat:
 
     def _raise_lost(self, kind: Kind) -> None:
         device: SoundDevice = (self._microphone if kind == "input" else self._loudspeaker).device
-        others = listing([one for one in all_devices(self._microphone.sound) if one.index != device.index], kind)
+        others = listing([other for other in all_devices(self._microphone.sound) if other.index != device.index], kind)
         raise UserError(
             f"the {NAMES[kind]} {device} is gone, or {'gives' if kind == 'input' else 'takes'} no more sound; connect it again "
             f"or choose another with {OPTIONS[kind]}: besides it {others}"
@@ -306,14 +306,14 @@ class SpokenChat:
         if answer.ended is not None and played is None and answer.ended.reason in REASONS:
             self._screen.tell(REASONS[answer.ended.reason])
 
-    def _stop_answer(self, why: str) -> None:
+    def _stop_answer(self, reason: str) -> None:
         """Silence the answer that is waited for or heard, and cut the history to what was heard."""
         answer = self._answer
         if answer is None:
             return
         played = self._loudspeaker.stop()
         answer.turn.drop(played)
-        self._finish_answer(answer, played, f"({why} after {played:.1f} s)" if played else f"({why})")
+        self._finish_answer(answer, played, f"({reason} after {played:.1f} s)" if played else f"({reason})")
 
     # --- keys ---------------------------------------------------------------------------------------------------------
 
@@ -350,8 +350,8 @@ class ChatFolder:
     """Writes `question-1.wav`, `answer-1.wav`, ..., and `conversation.safetensors` into a folder; UserError where it cannot."""
 
     def __init__(self, folder: str) -> None:
-        self.place = Path(folder)
-        self.place.mkdir(exist_ok=True)
+        self.path = Path(folder)
+        self.path.mkdir(exist_ok=True)
 
     def question(self, number: int, pieces: Sequence[np.ndarray]) -> None:
         """Write a question, samples int16 at `PCM_RATE`."""
@@ -365,9 +365,9 @@ class ChatFolder:
 
     def _write(self, name: str, sound: torch.Tensor, rate: int) -> None:
         if len(sound):
-            write_audio(self.place / name, sound, rate)
+            write_audio(self.path / name, sound, rate)
 
     def conversation(self, session: Session) -> None:
         """Write the conversation, where it has a turn."""
         if session.turns:
-            session.save(self.place / CONVERSATION)
+            session.save(self.path / CONVERSATION)

@@ -21,7 +21,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from infer.console import on_one_line
+from infer.options import on_one_line
 
 Doing = Literal["listening", "hearing you", "thinking", "speaking", "waiting", "loading the model", "warming up"]
 
@@ -55,15 +55,15 @@ class ChatScreen:
             self._live.update(Text(""))
             self._live.stop()
 
-    def doing(self, what: Doing, detail: str = "") -> None:
+    def doing(self, state: Doing, detail: str = "") -> None:
         """Tell what happens at present; `detail` is told on a terminal alone."""
-        if (what, detail) == (self._doing, self._detail):
+        if (state, detail) == (self._doing, self._detail):
             return
-        changed, self._doing, self._detail = what != self._doing, what, detail
+        changed, self._doing, self._detail = state != self._doing, state, detail
         if self._live is not None:
             self._refresh()
         elif changed:
-            print(f"[{what}]", file=sys.stderr, flush=True)
+            print(f"[{state}]", file=sys.stderr, flush=True)
 
     def show(self, text: str) -> None:
         """Show the next piece of the answer."""

@@ -105,7 +105,7 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
     """One WebSocket of `/v1/realtime`."""
     limits, protocols = server.settings.limits, socket.scope.get("subprotocols", [])
     try:
-        owner, given = server.admit(socket.headers, protocols)
+        owner, secret = server.admit(socket.headers, protocols)
         server.enter(owner)
     except Denied as error:
         server.metrics.refused.labels(error.code).inc()
@@ -114,8 +114,8 @@ async def _serve_socket(server: Server, socket: WebSocket) -> None:
     transport = SocketTransport(socket, limits.unread_bytes)
     session: RealtimeSession | None = None
     try:
-        kind = {"type": "transcription"} if socket.query_params.get("intent") == "transcription" else {}
-        session = server.begin(transport, {**kind, **given}, socket.query_params.get("omni") == "1")
+        intent = {"type": "transcription"} if socket.query_params.get("intent") == "transcription" else {}
+        session = server.begin(transport, {**intent, **secret}, socket.query_params.get("omni") == "1")
         await socket.accept("realtime" if "realtime" in protocols else None)
         session.log.info("session began", fields={"transport": "websocket", "owner": owner})
         server.metrics.sessions.labels("websocket").inc()
@@ -149,10 +149,10 @@ async def make_secret(job: Job) -> Response:
     if job.key.startswith(SECRET):
         raise Denied(403, "insufficient_permissions", "a client secret makes no secrets; use the key")
     body = await job.read(SecretRequest, most=LARGEST)
-    given, server = body.session or {}, job.server
-    configuration = updated(Configuration(), given, started=False)
+    requested, server = body.session or {}, job.server
+    configuration = updated(Configuration(), requested, started=False)
     seconds = (body.expires_after or ExpiresAfter()).seconds
-    value, expires = server.keys.make_secret(job.owner, given, seconds)
+    value, expires = server.keys.make_secret(job.owner, requested, seconds)
     session = shown(configuration, server.voices, new_id("sess"), expires)
     return JSONResponse({"value": value, "expires_at": expires, "session": session})
 

@@ -16,9 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
-from infer.serve.errors import Denied
+from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.keys import Quota
-from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.realtime.session import POLICY
 from infer.serve.telemetry import LOG
 
@@ -87,7 +86,7 @@ class HttpConnection(PacedReading, H11Protocol):
             oldest.transport.abort()
 
     def _look(self) -> None:
-        """Whether it waits for a head."""
+        """Starts the deadline of a request's head where the connection is idle, or ends it."""
         busy = self not in self.connections or (self.cycle is not None and not self.cycle.response_complete)
         if busy and self._deadline is not None:
             self._deadline.cancel()
@@ -138,7 +137,7 @@ class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
             super().handle_events()
 
     def _within(self, frames: int = 0, bytes: int = 0) -> bool:
-        """Whether it may bring that; it is ended otherwise."""
+        """Counts frames and bytes; returns whether they are within the quota, and ends the connection otherwise."""
         try:
             self._usage.count(frames=frames, bytes=bytes)
         except Denied as error:
@@ -162,7 +161,7 @@ class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
         self._data = b""
         self.queue.put_nowait({"type": "websocket.disconnect", "code": POLICY, "reason": str(error)})
         with suppress(InvalidState):  # before it was accepted
-            self.conn.send_text(json.dumps(ProtocolError(str(error), error.code, kind=error.kind).event()).encode())
+            self.conn.send_text(json.dumps(as_protocol_error(error).event()).encode())
         self.conn.fail(POLICY, str(error)[:120])
         self.close_sent, self.disconnected, self.read_paused = True, True, False
         self.transport.write(b"".join(self.conn.data_to_send()))

@@ -1,4 +1,4 @@
-"""What a client is told of an error: whose mistake it is, what to do, and OpenAI's forms of it."""
+"""Turns errors into those that a client gets: whose mistake it is, what to do, and OpenAI's forms of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 from omni.errors import RoomError, UserError
 
-AGAIN = 2  # seconds after which a request that found no room may come again
+RETRY_SECONDS = 2  # seconds after which a request that found no room may come again
 
-OURS = ("this engine ", "this session ")
-"""How errors of the engine begin that are about itself, and not about what it was given."""
+ENGINE_PROBLEMS = ("this engine ", "this session ")
+"""Beginnings of the engine's errors that are about itself, and not about its input."""
 
 
 class Failure(Exception):
@@ -22,8 +22,8 @@ class Failure(Exception):
 
     Attributes:
         status: of HTTP.
-        code, kind, param: as of `ProtocolError`; the kind may be `rate_limit_exceeded`, too.
-        again: seconds after which the same request may succeed; None where it will not.
+        code, error_type, param: as of `ProtocolError`; the type may be `rate_limit_exceeded`, too.
+        retry: whether the same request may succeed later.
     """
 
     def __init__(
@@ -31,38 +31,38 @@ class Failure(Exception):
         status: int,
         message: str,
         code: str = "",
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         param: str | None = None,
-        again: int | None = None,
+        retry: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.kind, self.param, self.again = status, code, kind, param, again
+        self.status, self.code, self.error_type, self.param, self.retry = status, code, error_type, param, retry
 
     @property
     def body(self) -> Event:
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code or None}}
+        return {"error": {"message": str(self), "type": self.error_type, "param": self.param, "code": self.code or None}}
 
     def response(self) -> JSONResponse:
-        headers = None if self.again is None else {"retry-after": str(self.again)}
+        headers = {"retry-after": str(RETRY_SECONDS)} if self.retry else None
         return JSONResponse(self.body, self.status, headers=headers)
 
 
 class Denied(Failure):
-    """Whoever asks may not, or has used up what a client may."""
+    """A request without permission, or over a quota."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        kind = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
-        super().__init__(status, message, code, kind)
+        error_type = {429: "rate_limit_exceeded", 503: "server_error"}.get(status, "invalid_request_error")
+        super().__init__(status, message, code, error_type)
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a client is told of an error; one that is a fault of the server is logged."""
+    """The HTTP failure of an error; a fault of the server is logged."""
     if isinstance(error, Failure):
         return error
     if isinstance(error, ProtocolError):
-        return Failure(413 if error.code == "too_large" else 400, str(error), error.code, error.kind, error.param)
+        return Failure(413 if error.code == "too_large" else 400, str(error), error.code, error.error_type, error.param)
     if isinstance(error, EngineLost):
-        return Failure(503, LOST, "engine_lost", "server_error", again=AGAIN)
+        return Failure(503, LOST, "engine_lost", "server_error", retry=True)
     if isinstance(error, RoomError):
         return Failure(400, f"{str(error).partition(':')[0]}: send less", "context_length_exceeded")
     if isinstance(error, UserError):
@@ -71,30 +71,31 @@ def failure_of(error: Exception) -> Failure:
     return Failure(500, f"the server failed ({type(error).__name__})", "server_error", "server_error")
 
 
-def told_of(error: Exception) -> ProtocolError:
-    """An error as its client is told; whoever caught it logs what is a fault of the server."""
+def as_protocol_error(error: Exception) -> ProtocolError:
+    """The Realtime error of an exception; the caller logs a fault of the server."""
     if isinstance(error, ProtocolError):
         return error
+    if isinstance(error, Failure):
+        return ProtocolError(str(error), error.code, error.param, error.error_type)
     if not isinstance(error, UserError):
-        return ProtocolError(f"the server failed ({type(error).__name__})", "server_error", kind="server_error")
-    if str(error).startswith(OURS):
-        return ProtocolError(str(error), "server_error", kind="server_error")
+        return ProtocolError(f"the server failed ({type(error).__name__})", "server_error", error_type="server_error")
+    if str(error).startswith(ENGINE_PROBLEMS):
+        return ProtocolError(str(error), "server_error", error_type="server_error")
     if isinstance(error, RoomError):
         message = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"
         return ProtocolError(message, "context_length_exceeded")
-    failure = failure_of(error)
-    return ProtocolError(str(failure), failure.code, failure.param, failure.kind)
+    return as_protocol_error(failure_of(error))
 
 
 def broken(text: str | None, engine: Any) -> Exception:
     """The error of an answer that broke, by its text, on this engine."""
-    if not getattr(engine, "alive", True):
+    if not engine.alive:
         return EngineLost(text)
-    return ProtocolError(text or "the answer broke", "server_error", kind="server_error")
+    return ProtocolError(text or "the answer broke", "server_error", error_type="server_error")
 
 
-def is_of_the_question(error: Exception | None) -> bool:
-    """Whether an error that came while a question was read says that no answer can ever be had to it."""
+def is_question_error(error: Exception | None) -> bool:
+    """Whether an error of reading a question means that the model can never answer it."""
     if not isinstance(error, UserError) or isinstance(error, EngineLost):
         return False
-    return told_of(error).code == "invalid_value"
+    return as_protocol_error(error).code == "invalid_value"

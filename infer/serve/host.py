@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from omni.engine.process import EngineProcess
+from omni.engine.stats import EngineStats
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
 
@@ -23,16 +23,16 @@ class EngineHost:
     """The engine that answers now.
 
     Args:
-        start: starts an engine (`omni.engine.process.EngineProcess`, or a `SpeechLM` in tests).
+        start: starts an engine.
         adapters: folders of LoRAs, by name, that each engine loads first.
 
     Attributes:
         on_lost: called in the loop when an engine was lost.
     """
 
-    def __init__(self, start: Callable[[], Any], adapters: Mapping[str, str] | None = None) -> None:
+    def __init__(self, start: Callable[[], EngineProcess], adapters: Mapping[str, str] | None = None) -> None:
         self._start, self._adapters = start, dict(adapters or {})
-        self._engine: Any = None
+        self._engine: EngineProcess | None = None
         self._closing = False
         self._seen = (0, time.monotonic())  # steps, and when there were that many first
         self.restarts = 0
@@ -42,48 +42,43 @@ class EngineHost:
         """Start the first engine; UserError where the model or an adapter cannot be loaded."""
         self._engine = self._make()
 
-    def _make(self) -> Any:
+    def _make(self) -> EngineProcess:
         engine = self._start()
         try:
             for name, folder in self._adapters.items():
-                if isinstance(engine, EngineProcess):
-                    engine.call("load_adapter", folder, name=name)
-                else:
-                    engine.load_adapter(folder, name)
+                engine.call("load_adapter", folder, name=name)
         except BaseException:
-            _close(engine)
+            engine.close()
             raise
         return engine
 
     @property
     def alive(self) -> bool:
-        return self._engine is not None and getattr(self._engine, "alive", True)
+        return self._engine is not None and self._engine.alive
 
     @property
     def listens(self) -> bool:
         """Whether the engine hears questions while they come."""
-        return self.alive and self._engine.config.encoder.chunk_samples is not None
+        return self.alive and self.engine.config.encoder.chunk_samples is not None
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> EngineProcess:
         """The engine; EngineLost while there is none."""
-        if not self.alive:
+        if self._engine is None or not self._engine.alive:
             raise EngineLost("the engine has ended and is being started again; ask again in some seconds")
         return self._engine
 
     def spare(self) -> bool:
-        """Whether a transcript would delay nobody; may wait for its process."""
-        engine = self.engine
-        found: bool = engine.call("engine.spare") if isinstance(engine, EngineProcess) else engine.engine.spare
-        return found
+        """Whether the engine has time for a transcript; waits for its process."""
+        return bool(self.engine.call("engine.spare"))
 
-    def stats(self) -> Any:
-        """Its figures (`omni.engine.stats.EngineStats`); may wait for its process."""
-        engine = self.engine
-        return engine.call("engine.stats") if isinstance(engine, EngineProcess) else engine.engine.stats()
+    def stats(self) -> EngineStats:
+        """The engine's figures; waits for its process."""
+        stats: EngineStats = self.engine.call("engine.stats")
+        return stats
 
-    def stuck(self, stats: Any) -> bool:
-        """Whether the stepping thread makes no steps though answers are under way, by figures that were just taken."""
+    def stuck(self, stats: EngineStats) -> bool:
+        """Whether the engine makes no steps though answers are under way, by figures that were just taken."""
         steps, since = self._seen
         if stats.steps != steps or stats.active == 0:
             self._seen = (stats.steps, time.monotonic())
@@ -96,8 +91,7 @@ class EngineHost:
             await asyncio.sleep(LOOK)
             if self.alive or self._closing:
                 continue
-            lost = getattr(getattr(self._engine, "_link", None), "lost", None)
-            LOG.error("engine lost: %s", lost)
+            LOG.error("engine lost: %s", getattr(getattr(self._engine, "_link", None), "lost", None))
             self.on_lost()
             while not self._closing and not self.alive:
                 try:
@@ -108,15 +102,12 @@ class EngineHost:
                     continue
                 old, self._engine = self._engine, engine
                 self.restarts += 1
-                await asyncio.to_thread(old.close)
+                if old is not None:
+                    await asyncio.to_thread(old.close)
                 LOG.warning("engine started again")
 
     def close(self) -> None:
         """End the engine."""
         self._closing = True
         if self._engine is not None:
-            _close(self._engine)
-
-
-def _close(engine: Any) -> None:
-    (engine if isinstance(engine, EngineProcess) else engine.engine).close()
+            self._engine.close()

@@ -1,4 +1,4 @@
-"""Who may connect: keys, short-lived client secrets, origins, and what one key may use.
+"""Access: keys, short-lived client secrets, origins, and quotas of keys.
 
 A key comes in the `Authorization` header, or, from a browser, in the WebSocket's subprotocol `openai-insecure-api-key.KEY`.
 A client secret is signed and kept nowhere: each server that has the same keys knows it.
@@ -43,15 +43,15 @@ def is_local(host: str) -> bool:
     return name == "localhost"
 
 
-class Allowance:
-    """So much may be used at once, and it comes again evenly within a number of seconds (a token bucket)."""
+class TokenBucket:
+    """A token bucket that holds `most` and is refilled evenly within `seconds`."""
 
-    def __init__(self, most: float, seconds: float, what: str, code: str = "rate_limit_exceeded") -> None:
+    def __init__(self, most: float, seconds: float, unit: str, code: str = "rate_limit_exceeded") -> None:
         self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
-        self._denied = 429, code, f"more than {most:,.0f} {what}; wait"
+        self._denied = 429, code, f"more than {most:,.0f} {unit}; wait"
 
     def use(self, amount: float, denies: bool) -> None:
-        """Use some of it; where there is not enough all that is left, or Denied where it `denies`."""
+        """Take an amount, or all that is left; with `denies`, Denied where that is not enough."""
         now = monotonic()
         self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
         if denies and amount > self._left:
@@ -60,23 +60,23 @@ class Allowance:
 
 
 class Quota:
-    """What one connection brings, with its session, or all of a `key`: the one place that counts it."""
+    """Counts frames, bytes, events and seconds of sound of one connection with its session, or of all of a `key`."""
 
     def __init__(self, limits: ServerLimits, key: bool = False) -> None:
         events, seconds = limits.key_events, limits.key_audio_seconds
         if not key:
             events, seconds = min(events, limits.session_events), min(seconds, limits.session_audio_seconds)
         self._left = {
-            "frames": Allowance(limits.session_frames, 10, "frames within 10 s"),
-            "bytes": Allowance(limits.session_bytes, 60, "bytes within a minute"),
-            "events": Allowance(events, 60, "events and requests within a minute"),
-            "seconds": Allowance(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
+            "frames": TokenBucket(limits.session_frames, 10, "frames within 10 s"),
+            "bytes": TokenBucket(limits.session_bytes, 60, "bytes within a minute"),
+            "events": TokenBucket(events, 60, "events and requests within a minute"),
+            "seconds": TokenBucket(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
         }
 
     def count(self, denies: bool = True, **amounts: float) -> None:
-        """Count what came; Denied where it is too much, unless others deny it."""
-        for what, amount in amounts.items():
-            self._left[what].use(amount, denies)
+        """Count amounts by name; with `denies`, Denied for more than the quota."""
+        for name, amount in amounts.items():
+            self._left[name].use(amount, denies)
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
         raise UserError(
             f"--key_file {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}"
         ) from error
-    found = []
+    keys = []
     for number, line in enumerate(lines, 1):
         key = line.strip()
         if not key or key.startswith("#"):
@@ -100,14 +100,14 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
         if key.startswith(SECRET):
             problem = f"line {number} begins with {SECRET}, as client secrets do, and would never be known; use another key"
             raise UserError(f"--key_file {str(path)!r}: {problem}")
-        found.append(key)
-    if not found:
+        keys.append(key)
+    if not keys:
         raise UserError(f"--key_file {str(path)!r} has no key; write one a line")
-    return tuple(found)
+    return tuple(keys)
 
 
 class Keys:
-    """The keys of a server, none where everybody may connect, and what they have used."""
+    """The keys of a server, none where everybody may connect, with their usage and sessions."""
 
     def __init__(self, keys: Iterable[str], limits: ServerLimits) -> None:
         self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}
@@ -131,9 +131,9 @@ class Keys:
             return "anyone", {}
         if key is None:
             raise Denied(401, "missing_api_key", "this server needs a key: Authorization: Bearer KEY")
-        found = _digest(key)
+        digest = _digest(key)
         for known, name in self._keys.items():
-            if hmac.compare_digest(known, found):
+            if hmac.compare_digest(known, digest):
                 return name, {}
         raise Denied(401, "invalid_api_key", "this key is not known here")
 
@@ -177,9 +177,9 @@ def key_of(headers: Mapping[str, str], protocols: Sequence[str] = ()) -> str | N
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
-    for one in protocols:
-        if one.startswith(SUBPROTOCOL):
-            return one.removeprefix(SUBPROTOCOL)
+    for protocol in protocols:
+        if protocol.startswith(SUBPROTOCOL):
+            return protocol.removeprefix(SUBPROTOCOL)
     return None
 
 

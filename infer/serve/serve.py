@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import uvicorn
 import uvloop
 
 from infer.checks import read_adapters
-from infer.loading import is_small, missing_package, serving_dtype
+from infer.loading import is_small, missing_package, serving_dtype, warm_up
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
 from infer.serve.connections import HttpConnection, SocketConnection, most_connections
@@ -83,14 +82,6 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
     return engine
 
 
-def warm_up(engine: EngineProcess) -> None:
-    """Answer once, so that the first person does not wait for what is compiled or packed with the first question."""
-    noise = np.random.default_rng(0).normal(0, 0.1, 16_000).astype(np.float32)
-    task = "A1T2" if engine.codec is None else "A1A2"
-    with engine.session(max_seconds=0.5, max_tokens=8, pace="whole") as session:
-        session.ask(noise, task).answer()
-
-
 def settings_of(model: str, options: ServeOptions) -> ServeSettings:
     """The settings that the options give."""
     key_sessions = options.key_sessions or options.sessions
@@ -114,23 +105,23 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
 
 def name_of(model: str) -> str:
     """Name of a model for clients: its folder's, or of what that is in where the folder is only called `model`."""
-    place = Path(model).resolve()
-    return place.parent.name if place.name == "model" and place.parent.name else place.name
+    path = Path(model).resolve()
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; UserError where that cannot be."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, socket_type, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port} cannot be listened on: {error.strerror or error}; choose another"
         ) from error
-    found.set_inheritable(False)
-    return found
+    listening.set_inheritable(False)
+    return listening
 
 
 class Uvicorn(uvicorn.Server):
@@ -142,7 +133,7 @@ class Uvicorn(uvicorn.Server):
 
 
 def configured(app: Any, certificate: str | None = None, private_key: str | None = None) -> uvicorn.Config:
-    """How the application is served."""
+    """The configuration of uvicorn for the application."""
     connections = app.state.server.settings.limits.connections
     return uvicorn.Config(
         app,
@@ -197,8 +188,8 @@ def tell_address(listening: socket.socket, tls: bool) -> None:
         say("keys and speech travel unencrypted: give --certificate and --private_key, or put a proxy with TLS before it")
     shown = "localhost" if address.is_unspecified else f"[{host}]" if address.version == 6 else host
     more = ", and at this machine's other names" if address.is_unspecified else ""
-    place = f"{'s' * tls}://{shown}:{port}/"
-    print(f"talk to it at http{place}   (API: ws{place}v1/realtime){more}", flush=True)
+    rest = f"{'s' * tls}://{shown}:{port}/"
+    print(f"talk to it at http{rest}   (API: ws{rest}v1/realtime){more}", flush=True)
 
 
 async def drain(server: Server, hurry: asyncio.Event, seconds: float = DRAIN) -> None:

@@ -1,4 +1,4 @@
-"""What the routes share (engine, keys, open sessions), the page, what operators look at, and the headers of every answer."""
+"""The state that the routes share, the routes of the page and of operators, and the headers and bounds of every request."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STATS_WAIT = 2.0  # seconds that the engine has to tell its figures before it co
 
 @dataclass(eq=False)
 class Server:
-    """What the routes share."""
+    """State that the routes share: engine, keys, open sessions, figures."""
 
     host: EngineHost
     settings: ServeSettings
@@ -88,9 +88,9 @@ class Server:
             raise Denied(429, "session_limit_reached", "this server has as many sessions as it takes; try again")
         self.keys.enter(owner)
 
-    def begin(self, transport: Any, given: Any, wants_omni: bool) -> RealtimeSession:
+    def begin(self, transport: Any, changes: Any, wants_omni: bool) -> RealtimeSession:
         """A new session; ProtocolError where the configuration that it begins with cannot be."""
-        configuration = updated(Configuration(), dict(given), started=False) if given else None
+        configuration = updated(Configuration(), dict(changes), started=False) if changes else None
         session = RealtimeSession(
             self.host, self.settings, self.voices, self.vad, self.metrics, transport, configuration, wants_omni
         )
@@ -161,7 +161,7 @@ def length_of(scope: Any) -> int:
 
 
 def too_large(most: int) -> JSONResponse:
-    """What is told of a body that has more bytes."""
+    """The response to a body that has more bytes."""
     message = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
     return Failure(413, message, "too_large").response()
 
@@ -171,7 +171,7 @@ def add_web(app: FastAPI, server: Server) -> None:
 
     @app.get("/page/config.json")
     async def page_config() -> dict[str, Any]:
-        """What the page shows before it connects."""
+        """The configuration of the page, which it reads before it connects."""
         return {
             "model": server.voices.model,
             "needs_key": server.keys.needed,

@@ -32,7 +32,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Answering:
-    """How answers are made."""
+    """Options of answers."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -49,9 +49,9 @@ class Answering:
 
         Without a temperature, here or of the client, the likeliest ids are taken, whatever `top_p` is.
         """
-        given = {"temperature": temperature, "top_p": None if top_p is None else max(top_p, LEAST_TOP_P), "seed": seed}
+        overrides = {"temperature": temperature, "top_p": None if top_p is None else max(top_p, LEAST_TOP_P), "seed": seed}
         own = {name: getattr(self, name) for name in SESSION_KEYWORDS}
-        return own | {name: value for name, value in given.items() if value is not None}
+        return own | {name: value for name, value in overrides.items() if value is not None}
 
 
 SESSION_KEYWORDS = tuple(f.name for f in fields(Answering) if f.name != "use_instructions")

@@ -6,34 +6,30 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-from omni.engine.stats import EngineStats
 
 LOG = logging.getLogger("infer.serve")
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 
-ENGINE: dict[str, tuple[str, Callable[[EngineStats], float | None]]] = {
-    "sessions": ("Conversations that the engine holds", lambda stats: stats.sessions),
-    "active": ("Answers under way", lambda stats: stats.active),
-    "live": ("Answers under way that somebody hears", lambda stats: stats.live),
-    "waiting": ("Questions that wait for room", lambda stats: stats.waiting),
-    "slots": ("Rows of the cache", lambda stats: stats.slots),
-    "free_slots": ("Rows that nobody holds", lambda stats: stats.free),
-    "underruns": ("Chunks of sound that were ready after they were due", lambda stats: stats.underruns),
-    "hearing_seconds": ("Seconds spent on questions while their sound came", lambda stats: stats.hearing),
-    "lateness_p99_seconds": (
-        "99th percentile of the newest chunks' lateness, below zero early",
-        lambda stats: stats.lateness.p99,
-    ),
-    "step_p50_seconds": ("Median of the newest steps", lambda stats: stats.step.p50),
-    "first_audio_p95_seconds": ("95th percentile of the newest answers' first sound", lambda stats: stats.first_audio.p95),
+ENGINE = {
+    "sessions": ("Conversations that the engine holds", "sessions"),
+    "active": ("Answers under way", "active"),
+    "live": ("Answers under way that somebody hears", "live"),
+    "waiting": ("Questions that wait for room", "waiting"),
+    "slots": ("Rows of the cache", "slots"),
+    "free_slots": ("Rows that nobody holds", "free"),
+    "underruns": ("Chunks of sound that were ready after they were due", "underruns"),
+    "hearing_seconds": ("Seconds spent on questions while their sound came", "hearing"),
+    "lateness_p99_seconds": ("99th percentile of the newest chunks' lateness, below zero early", "lateness.p99"),
+    "step_p50_seconds": ("Median of the newest steps", "step.p50"),
+    "first_audio_p95_seconds": ("95th percentile of the newest answers' first sound", "first_audio.p95"),
 }
-"""What is told of the engine."""
+"""Gauges of the engine: help text, and attribute of `EngineStats`."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -65,10 +61,10 @@ class SessionLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def quieted(record: logging.LogRecord) -> bool:
-    """Whether a record of uvicorn's is worth a line, which it makes short: any client can cause some of its errors at will.
+    """Filters uvicorn's records, some of which any client can cause at will; returns whether one is logged.
 
-    A text that is no UTF-8 is a warning without a traceback; a WebSocket that was refused with a status of HTTP, which uvicorn
-    takes for one that was forgotten, is nothing.
+    A text that is not UTF-8 becomes a warning without a traceback; a WebSocket refused by an HTTP status, which uvicorn
+    takes for an unfinished handshake, is dropped.
     """
     text = record.getMessage()
     if text.startswith("Invalid UTF-8"):
@@ -123,7 +119,7 @@ class Metrics:
         """All figures in Prometheus's text format; `stats` of the engine, None while there is none."""
         self.restarts.set(restarts)
         if stats is not None:
-            for name, (_, read) in ENGINE.items():
-                value = read(stats)
+            for name, (_, attribute) in ENGINE.items():
+                value = attrgetter(attribute)(stats)
                 self._engine[name].set(float("nan") if value is None else value)
         return generate_latest(self.registry)

@@ -90,7 +90,7 @@ class SemanticVad(Section):
 
 @dataclass(frozen=True)
 class TurnEvent:
-    """What was decided at a second of the input, of speech that began or ended at another."""
+    """A decision about speech that began or ended at second `at` of the input, made at second `decided`."""
 
     kind: Kind
     at: float
@@ -175,7 +175,7 @@ class TurnDetector:
         return [TurnEvent("ended", self.voiced, self.now)]
 
     def said(self, frames: TurnFrames | None, start: float) -> bool | None:
-        """What the model says of the end of a turn whose sound begins at a second of the input; None where it is not asked."""
+        """Whether a turn whose sound begins at second `start` has ended, by the turn head; None where it does not judge."""
         if not isinstance(self.settings, SemanticVad) or not self.speaking:
             return None
         return has_ended(frames, start, self.now, self.voiced, self.settings.eagerness)

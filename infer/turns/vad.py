@@ -58,9 +58,9 @@ class SpeechStream:
 
 def model_file() -> Path:
     """The model in the wheel, which need not be imported for it."""
-    found = importlib.util.find_spec("silero_vad")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent / "data" / "silero_vad.onnx"
+    spec = importlib.util.find_spec("silero_vad")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent / "data" / "silero_vad.onnx"
 
 
 class Silero:
@@ -80,23 +80,23 @@ class Silero:
     def judge(self, batch: list[SpeechStream]) -> list[list[float]]:
         """Probabilities of streams that each have a whole frame: frame after frame of all together; a stream leaves with its
         last."""
-        given = [stream.frames() for stream in batch]
-        counts = [len(frames) for frames in given]
-        sound = torch.from_numpy(np.concatenate(given).astype(np.float32) / 32768)
+        batches = [stream.frames() for stream in batch]
+        counts = [len(frames) for frames in batches]
+        sound = torch.from_numpy(np.concatenate(batches).astype(np.float32) / 32768)
         margin = MARGIN * RATE // PCM_RATE
         heard = self._resample(sound)[:, margin : margin + CONTEXT + FRAME].numpy()
         starts = np.cumsum([0, *counts])
-        found: list[list[float]] = [[] for _ in batch]
+        probabilities: list[list[float]] = [[] for _ in batch]
         for number in range(max(counts)):
             rows = [row for row, count in enumerate(counts) if number < count]
             streams = [batch[row] for row in rows]
             state = np.stack([stream.state for stream in streams], axis=1)
             new = heard[[starts[row] + number for row in rows]]
             speech, state = self._model.run(None, {"input": new, "state": state, "sr": np.array(RATE, dtype=np.int64)})
-            for place, (row, stream) in enumerate(zip(rows, streams, strict=True)):
-                stream.state = state[:, place]
-                found[row].append(float(speech[place, 0]))
-        return found
+            for index, (row, stream) in enumerate(zip(rows, streams, strict=True)):
+                stream.state = state[:, index]
+                probabilities[row].append(float(speech[index, 0]))
+        return probabilities
 
 
 class VoiceActivity:
@@ -125,13 +125,13 @@ class VoiceActivity:
             batch = list(self._waiting)
             self._waiting.clear()
             try:
-                given = [stream for stream, _ in batch]
-                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._model.judge, given)
+                streams = [stream for stream, _ in batch]
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._model.judge, streams)
             except BaseException as error:
                 for _, done in batch:
                     if not done.done():
                         done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
                 raise
-            for (_, done), probabilities in zip(batch, found, strict=True):
+            for (_, done), probabilities in zip(batch, results, strict=True):
                 if not done.done():
                     done.set_result(probabilities)

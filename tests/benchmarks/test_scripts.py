@@ -47,6 +47,7 @@ def figures(script: str, name: str, **own: str) -> dict[str, dict[str, float]]:
     return dict(found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("check", [*QUICK, *(pytest.param(name, marks=pytest.mark.long) for name in SLOW)])
 def test_a_script_runs_through(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def here(module: str, arguments: Sequence[str], imports: Sequence[str] = ()) -> ResourceUse:

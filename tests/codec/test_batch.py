@@ -52,7 +52,7 @@ class Talk:
     heard: list[Tensor] = field(default_factory=list)
 
 
-@pytest.mark.few(5)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
 def test_a_batch_equals_its_streams_under_any_schedule(codec: AudioCodec, seed: int) -> None:
     """Streams come, are pushed in any company and order, end and are dropped at random."""
@@ -87,7 +87,7 @@ def test_a_batch_equals_its_streams_under_any_schedule(codec: AudioCodec, seed: 
     assert ended > 10 and whole > 20 * codec.frame_samples
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 def test_a_batch_of_one_is_a_stream_bit_for_bit(codec: AudioCodec) -> None:
     codes, batch = random_codes(codec, 12), codec.batch()
     for _ in range(2):  # also as the next holder of whatever the first one had
@@ -205,7 +205,7 @@ def damaged(name: str) -> Any:
     return codec
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["snac_a", "snac_b", "mimi", "mimi_replicate"])
 def test_what_is_not_a_number_in_one_stream_reaches_no_other(name: str) -> None:
     """Neither those of the same calls nor the next holders of its memory."""
@@ -289,6 +289,7 @@ def connect_and_leave(codec: AudioCodec, cycles: int) -> None:
         assert len(batch) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
 @pytest.mark.parametrize("cycles", [30, pytest.param(10_000, marks=pytest.mark.long)])
 def test_streams_that_come_and_go_leave_nothing_behind(codec: AudioCodec, cycles: int) -> None:

@@ -64,7 +64,7 @@ def pieces(codes: Tensor, seed: int) -> list[Tensor]:
 # -- law 7 ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(40)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("frames", [1, 2, 3, 17])
 @pytest.mark.parametrize("split", range(5))
 def test_streamed_equals_whole(codec: AudioCodec, frames: int, split: int) -> None:
@@ -91,7 +91,7 @@ def test_seed_keys_the_noise(codec: AudioCodec) -> None:
     assert same == without_noise
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 def test_interleaved_streams_do_not_disturb_each_other(codec: AudioCodec) -> None:
     rng = random.Random(0)
     lines = [random_codes(codec, 15, seed=n) for n in range(3)]
@@ -106,7 +106,7 @@ def test_interleaved_streams_do_not_disturb_each_other(codec: AudioCodec) -> Non
         assert torch.equal(torch.cat(heard[n]), codec.decode(lines[n], seed=n))
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_threads_do_not_disturb_each_other(codec: AudioCodec) -> None:
     lines = [random_codes(codec, 30, seed=n) for n in range(3)]
     alone = [codec.decode(codes) for codes in lines]
@@ -254,6 +254,7 @@ def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
         load_codec("mine", tmp_path)
 
 
+@pytest.mark.long
 def test_what_is_known_of_a_codec_is_what_it_is() -> None:
     """Without its weights: rates, sizes, and the orders of a frame's codes."""
     for name in sorted(CODECS):

@@ -46,7 +46,7 @@ def test_the_count_can_fail() -> None:
     assert waits.seen == {"copy": 1, "_local_scalar_dense": 1, "nonzero": 1}
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nothing_waits_while_frames_are_decoded(name: str) -> None:
     """The meta device stands for a GPU; streams that begin, that go on, and that are no neighbours."""
@@ -66,7 +66,7 @@ def test_nothing_waits_while_frames_are_decoded(name: str) -> None:
     assert waits.seen == {}
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("chunk", [3, 32])
 def test_a_whole_decode_in_few_passes_equals_the_stream(name: str, chunk: int) -> None:

@@ -111,7 +111,7 @@ def slow_logits(state: State, s: dict[str, Any], columns: Tensor, heard: Tensor)
     return [*audio.split(AUDIO, dim=1), joint[:, :TEXT]]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @torch.no_grad()
 def test_logits_equal_the_slow_way(made: Made, tmp_path: Path) -> None:
     folder, settings, state = made
@@ -126,7 +126,7 @@ def test_logits_equal_the_slow_way(made: Made, tmp_path: Path) -> None:
         assert_near(ours[0], wanted, 1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_rows_of_the_joint_table_are_the_streams(made: Made) -> None:
     folder, settings, state = made
     source: Any = mini_omni.read(folder)
@@ -190,7 +190,7 @@ def test_the_encoder_may_come_from_elsewhere(tmp_path: Path) -> None:
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_in_out_and_in_again_is_bitwise_the_same(made: Made, tmp_path: Path) -> None:
     folder, settings, state = made
     (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 7}))
@@ -220,6 +220,7 @@ def test_in_out_and_in_again_is_bitwise_the_same(made: Made, tmp_path: Path) -> 
     assert second.tokenizer.encode("hé") == first.tokenizer.encode("hé")  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_openai_whisper_loads_the_encoder_that_goes_out(tmp_path: Path) -> None:
     settings = settings_of("released")
@@ -230,6 +231,7 @@ def test_openai_whisper_loads_the_encoder_that_goes_out(tmp_path: Path) -> None:
     assert torch.equal(before.embed_audio(mel), after.embed_audio(mel))
 
 
+@pytest.mark.long
 def test_a_head_trained_apart_is_no_longer_tied(tmp_path: Path) -> None:
     settings = settings_of("linear-tied")
     source = mini_omni.read(save(tmp_path / "a", settings, state_of(settings)))

@@ -69,7 +69,7 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[State], object]:
     return lambda state: state.update({name: tensor})
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -146,6 +146,7 @@ def test_broken_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     refused("model_config.yaml is missing")
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path) -> None:
     settings = settings_of("released")
     source = mini_omni.read(save(tmp_path / "a", settings, state_of(settings)))

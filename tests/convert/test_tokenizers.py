@@ -104,7 +104,7 @@ def counting(tokens: int) -> str:
     return inner.to_str()
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tokens, rows, fits",
     [

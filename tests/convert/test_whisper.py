@@ -60,7 +60,7 @@ def made(request, tmp_path):
     return MAKERS[request.param](tmp_path)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("mode", ["padded", "variable"])
 def test_features_equal_the_original(made, mode, tmp_path):

@@ -190,6 +190,7 @@ CORRECT: dict[str, Callable[[], Made]] = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("trace", [False, True], ids=["watched", "traced"])
 @pytest.mark.parametrize("name", CORRECT)
 def test_correct_programs_run_on_silently(name: str, trace: bool) -> None:

@@ -81,7 +81,7 @@ class Run:
         self.average.update(i + 1)
 
 
-@pytest.mark.few(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("trace", [False, True], ids=["watched", "traced"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"], ids=["plain", "checkpointed", "selective"])

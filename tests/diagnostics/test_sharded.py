@@ -35,6 +35,7 @@ def test_functional_call_is_reported_exactly_where_it_is_ignored(said: dict[str,
     assert "ignored" in [outcome for outcome, _ in cases.values()], "the trap is gone: say so in docs/gradients.md"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["together", "apart"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_patches_of_an_inner_module(said: dict[str, list[Any]], where: str, moment: str) -> None:

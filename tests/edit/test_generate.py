@@ -81,7 +81,7 @@ def unchanged(model: nn.Module, before: tuple[dict[str, Tensor], list[str], int]
     return now[1:] == before[1:] and all(torch.equal(now[0][name], tensor) for name, tensor in before[0].items())
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.parametrize("rank", [3, None])
 def test_a_session_answers_as_with_its_edits_in_the_weights(layout, lm, rank, assist):
@@ -95,6 +95,7 @@ def test_a_session_answers_as_with_its_edits_in_the_weights(layout, lm, rank, as
     assert same(lm.generate(tone(0.5), **options), plain) and unchanged(lm.model, before)
 
 
+@pytest.mark.sampled(1)
 def test_sessions_of_one_model_do_not_disturb_each_other(lm):
     edits = [None, made(lm.model, 0), made(lm.model, 1, None)]
     alone = [lm.generate(tone(0.4), edits=one, max_seconds=0.8) for one in edits]
@@ -112,6 +113,7 @@ def test_sessions_of_one_model_do_not_disturb_each_other(lm):
     assert unchanged(lm.model, before)
 
 
+@pytest.mark.sampled(1)
 def test_rows_of_a_batch_have_their_own(layout, lm):
     before, one, two = trace(lm.model), made(lm.model, 0), made(lm.model, 1, None)
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
@@ -124,7 +126,7 @@ def test_rows_of_a_batch_have_their_own(layout, lm):
     assert same(everyone[1], together[1]) and unchanged(lm.model, before)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_edits_act_beside_an_adapter(layout, lm, tmp_path: Path):
     other = make_model(layout)
     add_adapter(other, LoRAConfig(("decoder.blocks.*",), rank=3))
@@ -148,7 +150,7 @@ def test_edits_act_beside_an_adapter(layout, lm, tmp_path: Path):
     assert unchanged(lm.model, before)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_an_edited_model_answers_edited_until_the_block_ends(layout, lm):
     before, edits, more = trace(lm.model), made(lm.model, 0), made(lm.model, 1)
     plain, wanted = lm.generate(tone(0.5), **ASKED), merged(layout, edits).generate(tone(0.5), **ASKED)

@@ -97,7 +97,7 @@ def test_a_linear_that_is_used_by_its_weight_is_named():
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(8)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("sides", get_args(Sides))
@@ -112,7 +112,7 @@ def test_every_parameter_learns_and_nothing_else_does(model, name, sides, shared
     assert all(b.grad_fn is None and not b.requires_grad for b in mend.buffers())
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 def test_outer_gradients_are_those_of_edited_weights(model, name, split):
     """Against `torch.func.functional_call` with the edit added to the weights, and plain backward."""
@@ -163,7 +163,7 @@ def test_steps_with_recomputed_blocks_are_the_same_steps(model, name):
         assert_near(other.grad, p.grad, 1e-4, key)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("name", ["llama"])
 def test_ten_guarded_steps_leave_no_graph_behind(model, name, split):
@@ -186,7 +186,7 @@ def test_ten_guarded_steps_leave_no_graph_behind(model, name, split):
     assert sum(len(part._forward_hooks) for part in model.modules()) == 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "speech"])
 def test_a_hypernetwork_learns_to_edit(model, name):
     """A few corrections over and over: the loss after an edit falls well below the one before it."""
@@ -206,7 +206,7 @@ def test_a_hypernetwork_learns_to_edit(model, name):
             assert float(after) < 0.9 * float(before)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_corrections_that_act_together_are_judged_together(model, name):
     mend = some_mend(model)
     step(model, name, mend, 9)  # its statistics
@@ -231,7 +231,7 @@ def test_corrections_that_act_together_are_judged_together(model, name):
         fit_step(model, mend, first, None, others, loss_of, logits_of, [second])
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 def test_a_step_under_autocast(model, name):
     """bf16 products in the base; the hypernetwork and its statistics stay fp32."""
     mend = some_mend(model)
@@ -294,7 +294,7 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
 # --- the baseline -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_fine_tuning_moves_the_loss_and_stays_within_its_bound(model, name, norm):
     ids, bound = batch_of(name, 1), {"linf": 0.01, "l2": 0.3}[norm]
@@ -312,7 +312,7 @@ def test_fine_tuning_moves_the_loss_and_stays_within_its_bound(model, name, norm
     assert float(after) < float(loss_of(model, ids).detach()) - 0.02
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bound", [0.3, 100.0])
 def test_fine_tuning_of_low_rank_stays_within_its_bound(model, name, bound):
     ids = batch_of(name, 1)

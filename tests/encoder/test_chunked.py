@@ -45,7 +45,7 @@ def drawn(samples: int, most: int, seed: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_any_split_equals_the_whole(name: str) -> None:
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def test_a_history_bounds_the_memory() -> None:
         assert heard.memory is not None and 20 + 8 <= heard.memory.shape[3] <= 2 * (20 + 8)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_whole_clips_are_heard_alike_in_any_company(name: str) -> None:
     torch.manual_seed(0)

@@ -41,6 +41,7 @@ def test_two_conversations_get_and_remember_the_same(lm: SpeechLM, engine: Engin
     assert engine.decoding > before
 
 
+@pytest.mark.long
 def test_live_listeners_and_limits_of_silence(lm: SpeechLM, engine: EngineProcess) -> None:
     options: dict[str, Any] = LONG | {"max_seconds": 2.0}
     with lm.session(**options) as session:

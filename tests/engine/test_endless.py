@@ -117,7 +117,7 @@ def reference(lm: SpeechLM, session: Session) -> list[Tensor]:
     return [memory[0, : len(columns)] for memory in (*cache.keys, *cache.values)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("system", ["", "be brief"])
 def test_the_row_is_that_of_a_fresh_prefill(layout: Layout, system: str) -> None:
     lm, checked = make_lm(layout), 0
@@ -164,7 +164,7 @@ def test_answers_are_those_without_it(chatty: SpeechLM, idle: Callable[[], None]
     assert every == some == talk(chatty, 10, wait=False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> None:
     lm = make_lm(layout, window=9)
 
@@ -195,6 +195,7 @@ def test_a_loop_of_asyncio_feeds_ahead_as_much(monkeypatch: pytest.MonkeyPatch) 
     assert ahead == wanted != []
 
 
+@pytest.mark.long
 def test_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, feed, sizes, own = make_lm(LAYOUTS["pad"]), prefill_ahead.feed, random.Random(0), []
     whole = talk(lm, 9)
@@ -207,6 +208,7 @@ def test_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert talk(lm, 9) == whole and len(own) > 15
 
 
+@pytest.mark.long
 def test_beside_others_and_without_a_slot_of_its_own() -> None:
     lm = make_lm(LAYOUTS["pad"])
     alone = [talk(lm, 9, seed=seed) for seed in (1, 2, 3)]
@@ -226,7 +228,7 @@ def test_beside_others_and_without_a_slot_of_its_own() -> None:
     assert got == [spoken[0], alone[1], alone[2]]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("after", [False, True])
 def test_what_was_heard_stays_after_a_barge_in(layout: Layout, begun: list[tuple[Tensor, int]], after: bool) -> None:
     lm, rng = make_lm(layout), random.Random(1)
@@ -246,7 +248,7 @@ def test_what_was_heard_stays_after_a_barge_in(layout: Layout, begun: list[tuple
                 wait_until_fed(lm)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_adapters_act_on_what_is_fed_ahead_and_may_go(layout: Layout, folders: Path, idle: Callable[[], None]) -> None:
     lm = make_lm(layout)
     lm.load_adapter(folders / "wide", "mine")

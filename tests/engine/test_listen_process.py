@@ -49,7 +49,7 @@ def lm(folder: Path) -> SpeechLM:
     return SpeechLM.from_pretrained(folder)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"text_assist": True}, {"context": 200, "overflow": "forget"}])
 def test_heard_in_the_other_process_equals_the_whole(lm: SpeechLM, engine: EngineProcess, options: dict[str, Any]) -> None:
     with engine.session(**TALK | options) as remote, lm.session(**TALK | options) as local:

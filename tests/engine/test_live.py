@@ -221,6 +221,7 @@ def test_slots_that_are_taken_bound_the_queue_too(lm: SpeechLM) -> None:
         assert isinstance(list(four.ask("hello", "T1A2"))[-1], Ended)
 
 
+@pytest.mark.long
 def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM) -> None:
     lm.start_engine(slots=2, patience=0.1)
     options: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_tokens": 300}

@@ -80,7 +80,7 @@ def told(session: Any) -> Any:
     return turns, session.history
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_two_conversations_get_and_remember_what_they_do_in_this_process(
     lm: SpeechLM, engine: EngineProcess, seed: int
@@ -92,6 +92,7 @@ def test_two_conversations_get_and_remember_what_they_do_in_this_process(
         assert torch.equal(mine[1], other[1])
 
 
+@pytest.mark.long
 def test_whole_answers_streams_and_saved_conversations(lm: SpeechLM, engine: EngineProcess, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "seed": 5, "max_seconds": 2.0}
     for question, task in ASKED[:4]:
@@ -115,6 +116,7 @@ def test_whole_answers_streams_and_saved_conversations(lm: SpeechLM, engine: Eng
     assert engine.call("adapters") == () and engine.call("engine.fixed") is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("leave", [by_cancelling_the_task, by_leaving_the_loop, by_closing_the_loop])
 def test_what_a_task_took_is_remembered(lm: SpeechLM, engine: EngineProcess, leave: Any) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 70.0, "max_tokens": 20}
@@ -153,6 +155,7 @@ def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM, eng
             assert found == [said(first), answer.text, answer.codes.tolist(), 2]  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_log_probabilities_and_stop_functions(lm: SpeechLM, engine: EngineProcess) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "seed": 5, "max_seconds": 0.6, "max_tokens": 20}
     for task in ("T1A2", "T1T2", "T1A1"):
@@ -174,6 +177,7 @@ def test_log_probabilities_and_stop_functions(lm: SpeechLM, engine: EngineProces
         assert last.reason == "error" and "ZeroDivisionError" in last.error and not session.turns  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_who_does_not_read_lets_the_row_rest(engine: EngineProcess) -> None:
     with engine.session(**LONG | {"max_seconds": 10.0}) as session:
         events = session.ask("on and on", "T1A2")
@@ -211,6 +215,7 @@ def test_a_cancel_after_the_end_has_come_but_was_not_taken(lm: SpeechLM, engine:
             assert [event.reason for event in events] == ["cancelled"]  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_loading_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path.name}.*config.json|config.json.*{tmp_path.name}"):
         EngineProcess(tmp_path)
@@ -225,6 +230,7 @@ def open_things() -> tuple[int, int, list[str]]:
     return len(os.listdir("/proc/self/fd")), len(names), children
 
 
+@pytest.mark.long
 def test_killed_or_closed_it_leaves_nothing_and_nobody_waiting(saved: Path, engine: EngineProcess) -> None:
     before = open_things()
     other = EngineProcess(saved, threads=1, slots=1, patience=0.4)

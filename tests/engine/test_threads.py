@@ -42,6 +42,7 @@ def talk(lm: SpeechLM, number: int) -> list[Any]:
     return out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numbers", ["fp32", pytest.param("int8", marks=pytest.mark.long)])
 def test_twenty_threads_of_five_turns_equal_their_solo_runs(numbers: str) -> None:
     lm = make_lm(LAYOUTS["pad"])

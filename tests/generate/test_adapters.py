@@ -59,7 +59,7 @@ def same(a, b) -> bool:
     )  # fmt: skip
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist: bool) -> None:
     lm = make_lm(layout)
@@ -72,7 +72,7 @@ def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist
     assert not same(found["small"], found["wide"]) and not same(found[None], found["small"])
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, folders: Path) -> None:
     lm = make_lm(layout)
     for name in TARGETS:
@@ -91,7 +91,7 @@ def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, 
         session.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_rows_of_a_batch_have_their_own(layout: Layout, folders: Path) -> None:
     lm = make_lm(layout)
     for name in TARGETS:
@@ -167,6 +167,7 @@ def test_a_session_whose_adapter_is_taken_away_says_so(layout: Layout, folders: 
         assert len(session.turns) == 1
 
 
+@pytest.mark.sampled(1)
 def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(layout: Layout, folders: Path) -> None:
     """What a session's cache holds was made with the first."""
     lm, options = make_lm(layout), {"adapter": "mine", "max_seconds": 0.6}

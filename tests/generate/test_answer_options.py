@@ -49,6 +49,7 @@ def test_silence_at_the_end_by_the_measure_of_loudness() -> None:
     assert loudness.silence() == 0
 
 
+@pytest.mark.sampled(1)
 def test_silence_ends_an_answer_alone_and_in_a_batch(layout: Layout) -> None:
     lm = SpeechLM(make_model(layout), Tokenizer.bytes(), Fading(layout.codebook_sizes))
     whole = lm.generate("go on", "T1A2", **SPOKEN)
@@ -66,6 +67,7 @@ def test_silence_ends_an_answer_alone_and_in_a_batch(layout: Layout) -> None:
         lm.generate(["go on"], "T1A2", max_silence=0.2, sound=False)
 
 
+@pytest.mark.sampled(1)
 def test_a_function_ends_an_answer_with_the_piece_that_it_says(lm: SpeechLM) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "seed": 3, "max_tokens": 40}
     whole = lm.generate("go on", "T1T2", **options)
@@ -126,6 +128,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(lm: SpeechLM, heat: floa
         torch.testing.assert_close(torch.tensor(found.logprobs.text), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(1)
 def test_log_probabilities_in_company_are_those_alone(lm: SpeechLM) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.4}
     alone = [lm.generate(q, "T1A2", logprobs=True, **options) for q in ("one", "two and three")]

@@ -41,6 +41,7 @@ def is_free(lm: SpeechLM) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.6}
 

@@ -62,7 +62,7 @@ def poison(lm: SpeechLM) -> int:
 # --- slots --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool) -> None:
     def talk(lm: SpeechLM) -> list[Any]:
@@ -98,7 +98,7 @@ def test_a_row_that_moves_up_finds_nothing_of_its_slot_s_last_holder() -> None:
 # --- neighbours ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("by", ["adapter", "edit", "head"])
 def test_a_broken_row_ends_alone(by: str, dtype: torch.dtype) -> None:
@@ -193,7 +193,7 @@ def test_memory_that_ran_out_is_no_answer_s_fault(error: type[Exception], monkey
 # --- sessions -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("assist, seed", [(False, None), (True, 7)])
 def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
     chatty: SpeechLM, assist: bool, seed: int | None
@@ -217,7 +217,7 @@ def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
     assert talk(True) == talk(False)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place, says", [
     ((EchoStream, "_push"), "codec echo cannot decode the answer (no such code)"),
     ((EchoStream, "_finish"), "codec echo cannot decode the answer (no such code)"),
@@ -243,7 +243,7 @@ def test_an_answer_that_cannot_be_decoded_ends_and_is_not_remembered(
         )
 
 
-@pytest.mark.few(9)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
 @pytest.mark.parametrize("task", ["T1A2", "T1T2", "T1A1"])

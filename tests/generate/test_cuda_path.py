@@ -177,7 +177,7 @@ def batch(lm: SpeechLM, sampling: Sampling) -> list[Any]:
     return [(a.tokens, a.ended, a.codes is not None and a.codes.tolist()) for a in answers]
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sampled", "assist", "window"),
     [
@@ -210,7 +210,7 @@ def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner])
         assert int(runner.state.cursor.step[0]) == len(session._last.reply.columns) + 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [{}, {"window": 9}], ids=["full", "window"])
 def test_a_captured_step_sees_nothing_of_a_slot_s_last_holder(shape: dict[str, Any], as_if_on_a_gpu: list[Runner]) -> None:
     """A graph that is replayed looks at what the host has cleared before; a row that breaks is noticed a step late."""
@@ -229,7 +229,7 @@ def test_a_captured_step_sees_nothing_of_a_slot_s_last_holder(shape: dict[str, A
     assert (talk(lm, SAMPLINGS[1], True), batch(lm, SAMPLINGS[1])) == expected
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
     Nothing.homeless = 0
     lm = make_lm(layout)

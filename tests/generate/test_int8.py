@@ -75,7 +75,7 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TARGETS)
 def test_an_adapter_acts_as_beside_the_dequantised_weights(layout: Layout, adapters: Path, name: str) -> None:
     found, wanted = quantised(layout), dequantised(layout)
@@ -92,7 +92,7 @@ def same(a, b) -> bool:
     return a.tokens == b.tokens and a.text == b.text and torch.equal(a.codes, b.codes)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_rows_answer_alone_as_in_company_each_with_its_adapter(layout: Layout, adapters: Path) -> None:
     lm = quantised(layout)
     for name in TARGETS:
@@ -117,6 +117,7 @@ def test_an_adapter_of_another_model_is_refused(layout: Layout, adapters: Path) 
         to_int8(lm.model)
 
 
+@pytest.mark.sampled(1)
 def test_edits_act_as_beside_the_dequantised_weights(layout: Layout, tmp_path: Path) -> None:
     """And each row by itself; edits that were signed by the weights in full precision fit."""
     plain, found, wanted = make_lm(layout), quantised(layout), dequantised(layout)
@@ -137,6 +138,7 @@ def test_edits_act_as_beside_the_dequantised_weights(layout: Layout, tmp_path: P
         load_edits(tmp_path / "edits", quantised(layout, seed=1).model)
 
 
+@pytest.mark.sampled(1)
 def test_a_tied_model_answers_the_same_alone(layout: Layout) -> None:
     """Whose text head and table are one tensor in int8."""
     lm = quantised(layout, tie_text=True)

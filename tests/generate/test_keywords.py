@@ -50,6 +50,7 @@ def test_every_door_takes_them(layout: Layout) -> None:
     assert wanted.tokens != lm.generate("hello", "T1A2", **limits).tokens
 
 
+@pytest.mark.sampled(1)
 def test_most_new_tokens_are_the_steps_of_any_answer(lm: SpeechLM) -> None:
     spoken, written = (lm.generate("hello", task, max_new_tokens=9, top_k=3) for task in ("T1A2", "T1T2"))
     for answer in (spoken, written, *lm.generate(["hello"], ["T1A2"], max_new_tokens=9, top_k=3)):
@@ -108,7 +109,7 @@ def test_a_text_is_given_up_to_the_first_stop_however_it_comes(stops: tuple[str,
     assert stop.characters == end
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ["T1A2", "T1T2", "A1A2"])
 def test_an_answer_ends_before_a_stop_string(lm: SpeechLM, task: str) -> None:
     question = tone(0.3) if task == "A1A2" else "hello"

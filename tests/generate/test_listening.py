@@ -56,7 +56,7 @@ def lm() -> Iterator[SpeechLM]:
 # --- the law --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -64,7 +64,7 @@ def test_heard_while_it_comes_equals_the_whole(layout: str, shape: str, wait: bo
     equal_conversations(listener(layout, **SHAPES[shape]), wait)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("cores", [1, 64])
 def test_whoever_encodes_the_rest(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """The stepping thread, or who asks; of what was heard, of what came too fast to be heard, and of nothing."""
@@ -113,20 +113,21 @@ def test_the_time_counts_from_the_question_s_end(lm: SpeechLM, monkeypatch: pyte
     assert started == [True] and 0 < timings.encode <= timings.prefill <= (timings.first_audio or 0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stack", [1, 3])
 def test_frames_that_fill_no_feature_are_held_back(stack: int) -> None:
     projector = ProjectorConfig("gated", hidden=24, stack=stack)
     equal_conversations(listener(projector=projector), True, turns=4)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"text_assist": True}, {"system": "be brief"}, {"context": 200, "overflow": "forget"}])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_with_options_of_the_conversation(options: dict[str, Any], shape: str) -> None:
     equal_conversations(listener(**SHAPES[shape]), True, turns=11, **options)
 
 
+@pytest.mark.long
 def test_with_adapters_and_edits() -> None:
     lm = listener()
     torch.manual_seed(1)
@@ -169,7 +170,7 @@ def test_a_projector_that_is_gated_by_task() -> None:
         same_cache(lm, session, other)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rate", [8_000, 24_000, 44_100])
 def test_other_rates_types_and_two_channels(lm: SpeechLM, rate: int) -> None:
     mono = (sound(1.2) * 20_000).to(torch.int16)
@@ -230,7 +231,7 @@ def test_iterators_are_heard_by_every_face(lm: SpeechLM) -> None:
 # --- how much is left -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"context": 200, "overflow": "forget"}])
 def test_only_the_last_chunk_and_the_markers_are_left(left: list[int], options: dict[str, Any], shape: str) -> None:

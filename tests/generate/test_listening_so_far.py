@@ -16,6 +16,7 @@ CHUNK = 2560
 """Samples of a chunk at 16 kHz."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["here", "another process"])
 def test_it_is_answered_as_the_whole_chunks_that_came(where: str, left: list[int]) -> None:
     lm = listener()

@@ -43,6 +43,7 @@ def of_the_whole(lm: SpeechLM, samples: Tensor) -> Tensor:
     return listener.probabilities(listener.encoder.stream().push(samples))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["here", "another process"])
 @pytest.mark.parametrize("seconds", [0.7, 1.6, 4.1])
 def test_it_says_the_same_as_over_the_whole_sound(lm: SpeechLM, where: str, seconds: float) -> None:
@@ -57,6 +58,7 @@ def test_it_says_the_same_as_over_the_whole_sound(lm: SpeechLM, where: str, seco
         session.ask(listening).answer()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["here", "another process"])
 @pytest.mark.parametrize("rate", [16_000, 24_000])
 def test_what_is_peeked_at_is_judged_and_is_no_part_of_the_question(lm: SpeechLM, where: str, rate: int) -> None:
@@ -77,6 +79,7 @@ def test_what_is_peeked_at_is_judged_and_is_no_part_of_the_question(lm: SpeechLM
         same(session.ask(listening).answer(), wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("push", [16_000, 5_000, 24_000])
 def test_peeked_sound_that_is_pushed_is_encoded_once(lm: SpeechLM, push: int, monkeypatch: pytest.MonkeyPatch) -> None:
     speech, pause = sound(1.0, 1), sound(1.0, 2)

@@ -82,7 +82,7 @@ def model(request: pytest.FixtureRequest, layout: Layout) -> SpeechModel:
     return make_model(layout, **SHAPES[request.param])
 
 
-@pytest.mark.few(6)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_a_batch_equals_the_slow_way_row_by_row(model: SpeechModel, chunk: int) -> None:
     runner = Runner(model, 4, 80, chunk=chunk)
@@ -94,7 +94,7 @@ def test_a_batch_equals_the_slow_way_row_by_row(model: SpeechModel, chunk: int) 
         assert said[row] == slow(model, which, 25)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 def test_rows_join_and_leave_between_steps(model: SpeechModel) -> None:
     """Rows that come while others are being written, into slots that others have left, write what they write alone."""
     for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, top_k=6, repetition_penalty=1.3)):
@@ -239,7 +239,7 @@ def test_a_row_that_left_writes_nothing_more(layout: Layout) -> None:
     assert {row.slot for row, _ in runner.results()} == {1}
 
 
-@pytest.mark.few(9)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_in_any_company_write_what_they_write_alone(model: SpeechModel, seed: int) -> None:
     """Rows in scattered slots, of which any are stepped while the others rest, in a cache that grows meanwhile."""

@@ -115,7 +115,7 @@ BAD: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bad", BAD, ids=str)
 def test_a_bad_cancel_is_refused_and_the_answer_goes_on(lm: SpeechLM, bad: dict[str, Any]) -> None:
     with lm.session(max_seconds=0.4, max_tokens=30) as session:

@@ -28,7 +28,7 @@ from tests.generate.session_toys import ASKED, WARM, plain_hidden
 # --- room ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("assist", [False, True])
 def test_a_full_cache_ends_the_turn_and_refuses_the_next(layout: Layout, assist: bool) -> None:
     lm = make_lm(layout)
@@ -103,7 +103,7 @@ def transcript(session: Session, turns: list[int]) -> Iterator[tuple[str, Any]]:
                 yield "end", event.reason
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 def test_two_interleaved_sessions_equal_two_solo_ones(chatty: SpeechLM, sampling: Sampling) -> None:
     kwargs: dict[str, Any] = {"sampling": sampling, "max_seconds": 0.6, "max_tokens": 15}
@@ -132,7 +132,7 @@ def one_step_of_training(model: SpeechModel, optimizer: torch.optim.Optimizer) -
     optimizer.step()
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.untrained("encoder.*", "projector.*", "*head.weight")
 def test_a_session_leaves_weights_and_training_alone(layout: Layout, assist: bool) -> None:

@@ -37,7 +37,7 @@ def echo(layout: Layout) -> CodecSpec:
     return CodecSpec("echo", lambda folder, device: EchoCodec(sizes), made.sample_rate, made.frame_rate, sizes, "anything")
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampling", SETTINGS, ids=["greedy", "hot", "each"])
 @pytest.mark.parametrize("shape", [{}, {"window": 9, "post_layers": 1}], ids=["full", "window"])
 def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str, Any]) -> None:
@@ -76,6 +76,7 @@ def test_system_messages_are_of_their_own_rows(layout: Layout) -> None:
     assert same[1] and same[2] and not all(same)  # an empty message is none, another one matters
 
 
+@pytest.mark.sampled(1)
 def test_streamed_equals_whole_and_sound_equals_the_codec_s(lm: SpeechLM) -> None:
     codec = lm.codec
     assert codec is not None

@@ -86,7 +86,7 @@ def test_nothing_waits_from_prefill_to_the_end(model: SpeechModel, counted: Any)
     assert counted(runner.cache.reset) == ([], 0) == counted(lambda: runner.cache.reset([2]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_a_fork_and_rows_that_are_not_neighbours(model: SpeechModel, counted: Any) -> None:
     layout, cache = model.layout, model.make_cache(4, 60, chunk=60)
     one = ask(layout, 3)

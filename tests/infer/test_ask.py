@@ -48,7 +48,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_answer_is_that_of_the_python_door(name, run, lm, tmp_path):
     words, sampling, more = SETTINGS[name]
@@ -159,7 +159,7 @@ MIXED = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MIXED)
 def test_a_chat_takes_sound_and_text_in_the_order_of_the_command_line(name, run, lm, tmp_path):
     words, tasks = MIXED[name]

@@ -61,7 +61,7 @@ def ask(run: Any, monkeypatch: pytest.MonkeyPatch, listening: Path, data: bytes,
     return run("ask", "-", *words)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rate", [16_000, 24_000])
 @pytest.mark.parametrize("subtype", ["PCM_16", "FLOAT", "PCM_24"])
 def test_a_pipe_is_answered_as_the_file(

@@ -139,6 +139,7 @@ def start(folder, place, *words: str, **more) -> subprocess.Popen:
     return subprocess.Popen(line, env=env, **more)
 
 
+@pytest.mark.long
 def test_a_pipe_into_a_pipe(folder, lm, tmp_path):
     question = write_question(tmp_path / "q.wav")
     raw = soundfile.read(question, dtype="int16")[0].astype("<i2").tobytes()
@@ -190,7 +191,7 @@ def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
     assert process.returncode == 141 and b"Traceback" not in err and b"Exception" not in err, err
 
 
-@pytest.mark.few(2)
+@pytest.mark.long
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize(
     "number",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from infer.console import in_options
+from infer.options import in_options
 from tests.infer.conftest import write_question
 
 

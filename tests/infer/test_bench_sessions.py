@@ -26,7 +26,7 @@ from PIL import Image
 
 from infer.bench import people
 from infer.bench.live import COLUMNS, LiveFigures, LiveTable, cells, draw
-from infer.bench.people import AnswerListener, LiveLoad, Manner, PlayedAudio
+from infer.bench.people import AnswerListener, LiveLoad, PlayedAudio, Workload
 from omni import plugins
 from omni.codec.registry import CODECS, load_codec
 from omni.config import to_dict
@@ -114,11 +114,11 @@ class FakeEngine:
         return sum(one == kind for one, _ in self.log)
 
 
-def manner(**own: Any) -> Manner:
-    return replace(Manner(torch.zeros(800), 4 * FRAME, 0.0, False), **own)  # 50 ms of question
+def manner(**own: Any) -> Workload:
+    return replace(Workload(torch.zeros(800), 4 * FRAME, 0.0, False), **own)  # 50 ms of question
 
 
-def played(engine: FakeEngine, how: Manner, done: Callable[[PlayedAudio], bool]) -> PlayedAudio:
+def played(engine: FakeEngine, how: Workload, done: Callable[[PlayedAudio], bool]) -> PlayedAudio:
     async def talk() -> PlayedAudio:
         load = LiveLoad(engine, how, 64)  # type: ignore[arg-type]
         try:
@@ -149,7 +149,7 @@ def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.
     monkeypatch.setattr(people, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     noted: list[tuple[str, Any]] = []
     load = SimpleNamespace(
-        manner=manner(), heard=None, random=random.Random(0), note=lambda what, *value: noted.append((what, *value))
+        workload=manner(), heard=None, random=random.Random(0), note=lambda what, *value: noted.append((what, *value))
     )
     load.over = False
     answer = SimpleNamespace(changed=threading.RLock(), wake=None, poll=lambda: events.pop(0) if events else None)

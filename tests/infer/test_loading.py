@@ -44,6 +44,7 @@ def test_fp32_is_answered_in_bf16_on_a_gpu_that_multiplies_it(
     assert serving_dtype(None, CUDA, str(folder)) is None
 
 
+@pytest.mark.long
 def test_the_line_says_so_and_python_keeps_what_is_stored(run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.loading.serving_dtype", lambda given, device, folder: torch.bfloat16 if given is None else None)
     said = run("ask", "--text", "hello", "--task", "T1T2", "--model", str(folder))

@@ -48,7 +48,7 @@ def line(number: int) -> list[str]:
     return words + ["--max_tokens", "4"] * (number % 2)
 
 
-@pytest.mark.few(40)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("number", range(80))
 def test_a_line_is_answered_or_refused(number: int, run, tmp_path: Path) -> None:
     write_question(tmp_path / "q.wav", seconds=0.1)

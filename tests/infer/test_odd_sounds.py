@@ -28,6 +28,7 @@ def loaded(lm, monkeypatch) -> None:
     monkeypatch.setattr("infer.loading.SpeechLM", types.SimpleNamespace(from_pretrained=lambda *_, **__: lm))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_each_is_answered_or_refused_in_a_line(part, run, tmp_path, monkeypatch):
     assert len(SOUNDS) >= 200
@@ -52,6 +53,7 @@ def piped(data: bytes, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(data)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF", "W64", "RF64", "NIST"])
 def test_a_file_on_standard_input_is_heard_as_what_it_is(form, run, tmp_path, monkeypatch):
     subtype = {"OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}.get(form, "PCM_16")

@@ -76,7 +76,7 @@ def texts(rows: int = 2, length: int = 12) -> Tensor:
     return torch.randint(TEXT, (rows, length), generator=torch.Generator().manual_seed(7))
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["plain", "checkpointing", "packed"])
 @pytest.mark.parametrize("stabilized", [False, True])
 def test_logits_and_every_gradient_equal_peft(tmp_path: Path, way: str, stabilized: bool) -> None:

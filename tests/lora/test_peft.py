@@ -170,7 +170,7 @@ def retensor(folder: Path, change) -> None:
 KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
 
 
-@pytest.mark.few(12)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "change, message",
     [

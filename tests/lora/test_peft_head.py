@@ -85,7 +85,7 @@ def load_onto(model: SpeechModel, adapter: Path, folder: Path) -> SpeechLM:
     return speech
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -131,7 +131,7 @@ def test_a_head_of_peft_stands_beside_a_model_unless_its_base_is_another(lm: Pat
         load_onto(other, tmp_path / "peft", grown)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "patterns", [("decoder.blocks.*.norm.bias", "*.q.bias"), ("decoder.norm.*",), ("encoder.*norm*.bias",)]
 )

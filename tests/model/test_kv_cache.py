@@ -39,6 +39,7 @@ def run(decoder, tokens, cache, split, features=None, index=None):
     return torch.cat([h.text for h in out], 1), torch.cat([h.audio for h in out], 1)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @torch.no_grad()
 def test_cached_equals_full_forward_whatever_the_split(decoder, layout, split):

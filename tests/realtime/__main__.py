@@ -19,8 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from tqdm import tqdm
 
-from infer.console import WorkBar
 from omni.errors import UserError, closest
 from tests.realtime.answer_points import ANSWERS, ASKING, WIRE
 from tests.realtime.client import address_of, read_question
@@ -114,8 +114,8 @@ async def examined(kit: Kit, points: list[Point]) -> list[CheckedPoint]:
         if isinstance(error, dict):
             raise UserError(f"{kit.address} takes no session ({error.get('message')}); check --key and --model") from None
     kit.clients.clear()
-    with WorkBar("conformance", unit="s") as bar:
-        return await kit.examine(points, lambda number, name: bar(number, len(points), name))
+    with tqdm(desc="conformance", total=len(points), leave=False, disable=None) as bar:
+        return await kit.examine(points, lambda number, name: bar.update(number - bar.n))
 
 
 def plain(address: str, findings: Sequence[CheckedPoint]) -> dict[str, object]:

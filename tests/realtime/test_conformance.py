@@ -47,6 +47,7 @@ def test_every_point_is_kept_by_a_server_that_is_right():
     assert [(one.point.name, one.result, one.reason, shortened(one.event)) for one in found if one.result != "pass"] == []
 
 
+@pytest.mark.long
 def test_every_point_can_fail():
     assert list(FAULTS) == list(POINTS)
     side_by_side = asyncio.Semaphore(8)

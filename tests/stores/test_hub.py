@@ -123,7 +123,7 @@ def test_a_pickle_by_another_name_is_refused(hub: Any, model: Path) -> None:
         SpeechLM.from_pretrained("hf://me/mine")
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("pattern", "times", "what"),
     [(r"GET /api/models", 3, 500), (r"GET /api/models/.*tree", 2, 503), (r"(GET|HEAD) /me/mine/resolve", 2, 502),
@@ -194,7 +194,7 @@ def test_files_are_seen_together_or_not_at_all(hub: Any, tmp_path: Path) -> None
     assert not any(one.startswith("PUT") for one in hub.seen)  # it was sent before
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("pattern", "times", "what"),
     [("preupload", 2, 500), ("objects/batch", 1, 503), ("PUT", 2, 500), ("PUT", 1, "cut"), ("commit", 1, "cut")],

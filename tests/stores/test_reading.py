@@ -171,6 +171,7 @@ def test_a_library_in_c_is_told_of_no_failure_and_the_caller_is(bucket: Any, cap
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_another_process_finds_it_in_the_cache(bucket: Any) -> None:
     place = local_path(bucket.put("m/a", b"one"))
     bucket.server.seen.clear()
@@ -249,6 +250,7 @@ def test_errors_about_files_in_the_cache_name_the_address(tmp_path: Path) -> Non
     assert find_address(tmp_path) is None
 
 
+@pytest.mark.long
 def test_a_server_with_a_certificate(tmp_path: Path) -> None:
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
     made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", "key.pem", "-out", "own.pem"]

@@ -56,6 +56,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

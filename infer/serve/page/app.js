@@ -254,11 +254,11 @@ function notice(text) {
 }
 
 function show() {
-  const { state, place } = conversation;
+  const { state, queuePosition } = conversation;
   const texts = {
     idle: input.handsFree ? 'Press to start talking' : 'Hold to talk',
     listening: 'Listening',
-    thinking: place > 0 ? `Waiting for room: place ${place} in the queue` : 'Thinking',
+    thinking: queuePosition > 0 ? `Waiting for room: place ${queuePosition} in the queue` : 'Thinking',
     speaking: 'Speaking',
     ducked: 'Speaking softly',
   };

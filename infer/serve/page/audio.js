@@ -25,10 +25,10 @@ export function fromBase64(text) {
 /** One Int16Array of several. */
 export function joined(pieces) {
   const whole = new Int16Array(pieces.reduce((length, piece) => length + piece.length, 0));
-  let place = 0;
+  let offset = 0;
   for (const piece of pieces) {
-    whole.set(piece, place);
-    place += piece.length;
+    whole.set(piece, offset);
+    offset += piece.length;
   }
   return whole;
 }
@@ -44,7 +44,7 @@ export function toMilliseconds(samples) {
 /** A WAV file (RIFF, format 1 = PCM, one channel of 16 bits) as a Blob. */
 export function toWav(samples) {
   const header = new DataView(new ArrayBuffer(44));
-  const text = (place, value) => [...value].forEach((letter, i) => header.setUint8(place + i, letter.charCodeAt(0)));
+  const text = (offset, value) => [...value].forEach((letter, i) => header.setUint8(offset + i, letter.charCodeAt(0)));
   text(0, 'RIFF');
   header.setUint32(4, 36 + samples.byteLength, true);
   text(8, 'WAVEfmt ');
@@ -296,10 +296,10 @@ export class Meter {
     context.fillStyle = getComputedStyle(canvas).color;
     levels.forEach((level, i) => {
       const half = Math.max(BAR / 2, level * middle);
-      const place = i * 2 * BAR;
+      const x = i * 2 * BAR;
       context.globalAlpha = 1 - (0.85 * i) / this.bars;
       context.beginPath();
-      context.roundRect(direction < 0 ? width - place - BAR : place, middle - half, BAR, 2 * half, BAR / 2);
+      context.roundRect(direction < 0 ? width - x - BAR : x, middle - half, BAR, 2 * half, BAR / 2);
       context.fill();
     });
   }

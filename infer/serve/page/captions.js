@@ -111,9 +111,9 @@ export class Captions {
   }
 
   /** Change a turn, and keep the newest line in sight where it was. */
-  change(id, how) {
+  change(id, update) {
     const turn = this.turns.get(id);
-    if (turn) this.keepInSight(() => how(turn));
+    if (turn) this.keepInSight(() => update(turn));
   }
 
   /** Take a turn away that was none. */
@@ -148,16 +148,16 @@ function commonLength(a, b) {
 }
 
 function element(name, className = '', text = '') {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  made.textContent = text;
-  return made;
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  node.textContent = text;
+  return node;
 }
 
 function button(text, label, onClick) {
-  const made = element('button', 'quiet', text);
-  made.type = 'button';
-  made.setAttribute('aria-label', label);
-  made.addEventListener('click', onClick);
-  return made;
+  const node = element('button', 'quiet', text);
+  node.type = 'button';
+  node.setAttribute('aria-label', label);
+  node.addEventListener('click', onClick);
+  return node;
 }

@@ -26,7 +26,7 @@ export class Conversation {
     this.isWaiting = false; // for an answer to begin
     this.isHearing = false; // the server hears a turn of the user
     this.isDucked = false;
-    this.place = 0; // in the queue
+    this.queuePosition = 0;
     this.askedAt = null; // when the last turn ended, in milliseconds of performance.now()
     this.answers = new Map(); // by item: {askedAt, isSpoken, pieces, timings}
     this.cut = new Set(); // responses of which nothing more is played
@@ -143,6 +143,10 @@ export class Conversation {
   }
 }
 
+function addText({ item_id, delta }) {
+  this.captions.change(item_id, (turn) => turn.add(delta));
+}
+
 /** By type of the server's events; `this` is the conversation. */
 const HANDLERS = {
   error({ error }) {
@@ -186,9 +190,7 @@ const HANDLERS = {
     this.captions.change(item_id, (turn) => turn.showPartial(transcript));
   },
 
-  'conversation.item.input_audio_transcription.delta'({ item_id, delta }) {
-    this.captions.change(item_id, (turn) => turn.add(delta));
-  },
+  'conversation.item.input_audio_transcription.delta': addText,
 
   'conversation.item.input_audio_transcription.completed'({ item_id, transcript }) {
     this.captions.change(item_id, (turn) => {
@@ -227,13 +229,9 @@ const HANDLERS = {
     if (answer) answer.isSpoken = part.type === 'audio';
   },
 
-  'response.output_audio_transcript.delta'({ item_id, delta }) {
-    this.captions.change(item_id, (turn) => turn.add(delta));
-  },
+  'response.output_audio_transcript.delta': addText,
 
-  'response.output_text.delta'({ item_id, delta }) {
-    this.captions.change(item_id, (turn) => turn.add(delta));
-  },
+  'response.output_text.delta': addText,
 
   'response.output_audio.delta'({ response_id, item_id, delta }) {
     const answer = this.answers.get(item_id);
@@ -257,14 +255,14 @@ const HANDLERS = {
 
   'response.done'({ response }) {
     this.response = null;
-    this.place = 0;
+    this.queuePosition = 0;
     for (const item of response.output ?? []) this.player.end(item.id);
     const trouble = response.status === 'failed' && response.status_details?.error;
     if (trouble) this.onNotice(`The answer failed: ${trouble.message ?? trouble.code ?? 'no reason was given'}`);
   },
 
   'omni.queue'({ place }) {
-    this.place = place;
+    this.queuePosition = place;
   },
 
   'omni.ducked'({ active }) {

@@ -65,7 +65,7 @@ class Item {
   constructor(id) {
     this.id = id;
     this.pieces = [];
-    this.place = 0; // in the first piece
+    this.offset = 0; // in the first piece
     this.held = 0;
     this.played = 0;
     this.ended = false;
@@ -79,13 +79,13 @@ class Item {
   }
 
   next() {
-    while (this.place === this.pieces[0].length) {
+    while (this.offset === this.pieces[0].length) {
       this.pieces.shift();
-      this.place = 0;
+      this.offset = 0;
     }
     this.held--;
     this.played++;
-    return this.pieces[0][this.place++] / 32768;
+    return this.pieces[0][this.offset++] / 32768;
   }
 }
 
@@ -118,8 +118,8 @@ class Playback extends AudioWorkletProcessor {
   }
 
   find(id) {
-    const found = this.items.find((item) => item.id === id && !item.stopping);
-    if (found) return found;
+    const known = this.items.find((item) => item.id === id && !item.stopping);
+    if (known) return known;
     const item = new Item(id);
     this.items.push(item);
     return item;

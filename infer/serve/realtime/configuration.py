@@ -7,7 +7,7 @@ temperature and task of the answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -125,8 +125,8 @@ class Voices:
 
 
 def updated(now: Configuration, change: Event, started: bool) -> Configuration:
-    """The configuration with the given parts changed; the type stays once the session has `started`. ProtocolError with the
-    place of a value that cannot be."""
+    """The configuration with a change applied; the type stays once the session has `started`. ProtocolError names the field
+    of a bad value."""
     change = _without_unset(change)
     beta = [key for key in BETA if key in change]
     if beta:
@@ -139,28 +139,28 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
         )
     if change.get("type") == "transcription" and isinstance(change.get("audio"), dict):
         change["audio"].pop("output", None)
-    merged = _merged(now.model_dump(), change)
+    changed = merged(now.model_dump(), change)
     try:
-        found = Configuration.model_validate(merged)
+        configuration = Configuration.model_validate(changed)
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error, merged, "session")) from None
-    check_modalities(found.output_modalities, "session.output_modalities")
-    _check_rates(found)
-    return found
+        raise ProtocolError(*first_mistake(error, changed, "session")) from None
+    check_modalities(configuration.output_modalities, "session.output_modalities")
+    _check_rates(configuration)
+    return configuration
 
 
-def check_modalities(given: Sequence[str], place: str) -> None:
+def check_modalities(names: Sequence[str], param: str) -> None:
     """ProtocolError where sound and text are asked for together, or neither."""
-    if len(given) != 1:
-        raise ProtocolError(f"{place} is {list(given)}; give ['audio'] (sound with its transcript) or ['text']", param=place)
+    if len(names) != 1:
+        raise ProtocolError(f"{param} is {list(names)}; give ['audio'] (sound with its transcript) or ['text']", param=param)
 
 
-def _check_rates(found: Configuration) -> None:
-    for name, part in (("input", found.audio.input), ("output", found.audio.output)):
+def _check_rates(configuration: Configuration) -> None:
+    for name, part in (("input", configuration.audio.input), ("output", configuration.audio.output)):
         wanted = part.format.samples_per_second
         if part.format.rate not in (None, wanted):
-            place = f"session.audio.{name}.format.rate"
-            raise ProtocolError(f"{place} is {part.format.rate}; {part.format.type} has {wanted} here", param=place)
+            param = f"session.audio.{name}.format.rate"
+            raise ProtocolError(f"{param} is {part.format.rate}; {part.format.type} has {wanted} here", param=param)
 
 
 def _without_unset(change: Event) -> Event:
@@ -175,19 +175,20 @@ def _without_unset(change: Event) -> Event:
     return copied
 
 
-def _merged(now: Event, change: Event) -> Event:
-    """Nested dicts joined, with the change's values; turn detection of another type begins from its defaults."""
+def merged(now: Mapping[str, Any], change: Event) -> Event:
+    """Merges nested dicts: the change's values win; turn detection of another type begins from its defaults."""
     out = dict(now)
     for key, value in change.items():
         old = out.get(key)
         if key == "turn_detection" and isinstance(value, dict):
-            kind = value.get("type") or (old or {}).get("type", "server_vad")
-            base = old if old is not None and old["type"] == kind else {}
-            out[key] = {**base, **value, "type": kind}
+            before = (old or {}).get("type", "server_vad")
+            detection = value.get("type") or before
+            base = old if old is not None and before == detection else {}
+            out[key] = {**base, **value, "type": detection}
         elif key == "format" and isinstance(value, dict):
             out[key] = dict(value)
         elif isinstance(value, dict) and isinstance(old, dict) and key not in ("noise_reduction", "prompt"):
-            out[key] = _merged(old, value)
+            out[key] = merged(old, value)
         else:
             out[key] = value
     return out
@@ -233,13 +234,13 @@ def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) 
     }
 
 
-def ignored(change: Event, accepted: Event, place: str = "") -> list[str]:
-    """Places in a change that change nothing here: the session as it is told afterwards does not have them so."""
-    found: list[str] = []
+def ignored(change: Event, accepted: Event, prefix: str = "") -> list[str]:
+    """Paths of a change's fields that have no effect: the session `accepted` has other values there."""
+    paths: list[str] = []
     for key, value in change.items():
         now = accepted.get(key)
         if isinstance(value, dict) and isinstance(now, dict):
-            found += ignored(value, now, f"{place}{key}.")
-        elif (key != "rate" and value not in (None, now, {"id": now})) or (value and place + key in ECHOED):
-            found.append(place + key)
-    return found
+            paths += ignored(value, now, f"{prefix}{key}.")
+        elif (key != "rate" and value not in (None, now, {"id": now})) or (value and prefix + key in ECHOED):
+            paths.append(prefix + key)
+    return paths

@@ -23,7 +23,7 @@ from omni.generate.answer_stream import AnswerStream
 from omni.generate.messages import Message
 
 BAD_MESSAGE = re.compile(r"history: message (\d+)\b")
-"""What the engine says of a history: the number of the message that it cannot take."""
+"""The engine's error about a history: the number of the message that it cannot take."""
 
 Mark = tuple[str, int, str | None, int]
 """Identifies a turn: the question's item and part, and its answer's item and version (None and 0 for one without)."""
@@ -120,12 +120,12 @@ class Dialogue:
             session, before = await self._session_for(before, options)
             self._marks = [turn.mark for turn in before] + [(*question.mark[:2], answer.id, answer.version)]
             part = question.part
-            given: Any = part.text
+            content: Any = part.text
             if part.sound is not None:
                 turn, part.turn = part.turn, None
                 heard = None if turn is None else turn.heard(session, part.sound)
-                given = part.sound if heard is None else heard
-            return session.ask(given, task, sample_rate=PCM_RATE)
+                content = part.sound if heard is None else heard
+            return session.ask(content, task, sample_rate=PCM_RATE)
 
     async def listen(self, before: Sequence[DialogueTurn], task: str, options: dict[str, Any], semantic: bool) -> Any:
         """Listen to a question after the turns before it, while it comes, and to where it ends (`semantic`); arguments and
@@ -168,10 +168,10 @@ class Dialogue:
         rate: int = self._host.engine.sample_rate
         return rate
 
-    async def place(self) -> int:
-        """Place of the last question among those that wait for room, from 1; 0 where it does not wait."""
-        found: int = await asyncio.to_thread(lambda: self._session.place) if self._session is not None else 0
-        return found
+    async def queue_position(self) -> int:
+        """Position of the last question among those that wait for room, from 1; 0 where it does not wait."""
+        position: int = await asyncio.to_thread(lambda: self._session.place) if self._session is not None else 0
+        return position
 
     def columns(self, events: AnswerStream) -> int:
         """Positions that the question of these events takes in the model's context: features of sound, or ids of text."""
@@ -185,8 +185,8 @@ class Dialogue:
         """The answer of these events as the history has it; they have ended."""
         if self._session is None or events.running is None:
             return None
-        found: Message | None = await asyncio.to_thread(lambda: self._session.last_answer)
-        return found
+        answer: Message | None = await asyncio.to_thread(lambda: self._session.last_answer)
+        return answer
 
     async def interrupt(self, events: AnswerStream, heard: float | None) -> None:
         """Stop an answer, and cut it in the history to the seconds that were heard (None for what was handed over)."""
@@ -218,7 +218,7 @@ class Dialogue:
             await closed(session)
 
     async def close(self) -> None:
-        """End it; a lost engine is none of its concern."""
+        """Close the engine's session, also of a lost engine."""
         async with self._lock:
             try:
                 await self._drop()

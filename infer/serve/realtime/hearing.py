@@ -1,4 +1,4 @@
-"""What a session hears: its input buffer, voice activity, and the turns that these make."""
+"""The input of a session: its buffer, voice activity, and the turns found in it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SessionInput:
         self._listen()
 
     def _listen(self) -> None:
-        """Give the engine what surely belongs to the present turn."""
+        """Pass the sound that surely belongs to the present turn to the engine and to partial transcripts."""
         detector, buffer = self._detector, self.buffer
         if not buffer.seconds or (detector is not None and not detector.speaking):
             return
@@ -95,7 +95,7 @@ class SessionInput:
         return self._detector.voiced + self._owner.settings.padding - 0.001  # less a rounding
 
     def _so_far(self) -> Any:
-        """The present turn as a question: what was heard of it, or where it is not listened to, its sound."""
+        """The present turn as a question: the engine's listening, or else its sound; None where it is too short or too long."""
         if self._turn is not None and (heard := self._turn.so_far()) is not None:
             return heard
         sound = self.buffer.part(None if self._detector is None else self._begins, 0, self._sure)
@@ -156,9 +156,9 @@ class SessionInput:
         """Make an item of the whole buffer, as the client asks; ProtocolError where it has too little, or too much, which is
         kept."""
         if self.buffer.seconds < SHORTEST:
-            found, least = self.buffer.seconds * 1000, SHORTEST * 1000
+            milliseconds, least = self.buffer.seconds * 1000, SHORTEST * 1000
             raise ProtocolError(
-                f"the input buffer has {found:.0f} ms of sound; at least {least:.0f} ms can be committed",
+                f"the input buffer has {milliseconds:.0f} ms of sound; at least {least:.0f} ms can be committed",
                 "input_audio_buffer_commit_empty",
             )
         speaking = self._detector is not None and self._detector.speaking
@@ -170,7 +170,7 @@ class SessionInput:
         if self._detector is not None and speaking:
             self._detector.stop()
         unheard = self._detector is not None and not speaking and self._detector.voiced <= self.buffer.start
-        self.buffer.whole()
+        self.buffer.drop_half_sample()
         sound = self.buffer.take(first)
         self._add(item or new_id("item"), sound, unheard or int(sound.max()) - int(sound.min()) <= FAINT)
 
@@ -190,7 +190,7 @@ class SessionInput:
 
     def clear(self) -> None:
         """Drop what the buffer holds."""
-        self.buffer.whole()
+        self.buffer.drop_half_sample()
         self.buffer.clear()
         self._drop()
         if self._detector is not None:

@@ -1,4 +1,4 @@
-"""The sound that a client has sent and that is no item yet, and what of it the engine hears while somebody speaks."""
+"""The sound that a client has sent and not yet committed, and the part that the engine hears while somebody speaks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class InputBuffer:
         """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
         ProtocolError for more sound than it holds."""
         if form != self._form:
-            given = PCM_RATE if form == "audio/pcm" else G711_RATE
-            self._form, self._rate, self._half = form, Resampler(given, PCM_RATE), b""
+            rate = PCM_RATE if form == "audio/pcm" else G711_RATE
+            self._form, self._rate, self._half = form, Resampler(rate, PCM_RATE), b""
         if form == "audio/pcm":
             data = self._half + data
             whole = len(data) // 2 * 2
@@ -93,16 +93,16 @@ class InputBuffer:
         """Samples [S] of what `take(first)` would return, without the first `skip`, up to a second of the input."""
         begin = skip + (0 if first is None else max(round((first - self.start) * PCM_RATE), 0))
         end = min(round((last - self.start) * PCM_RATE), self._samples)
-        found, at = list[np.ndarray](), self._samples
+        pieces, at = list[np.ndarray](), self._samples
         for piece in reversed(self._pieces):
             if at <= begin:
                 break
             at -= len(piece)
-            found.append(piece[max(begin - at, 0) : max(end - at, 0)])
-        return np.concatenate([np.zeros(0, np.int16), *reversed(found)])
+            pieces.append(piece[max(begin - at, 0) : max(end - at, 0)])
+        return np.concatenate([np.zeros(0, np.int16), *reversed(pieces)])
 
-    def whole(self) -> None:
-        """The client says that its sound ends here: what comes next begins with a whole sample."""
+    def drop_half_sample(self) -> None:
+        """Drop the first half of a sample: the next bytes begin with a whole one."""
         self._half = b""
 
     def clear(self) -> None:
@@ -112,7 +112,7 @@ class InputBuffer:
 
 
 class TurnSound:
-    """The sound of one turn; `over`: it is listened to no more.
+    """The engine's listening to the sound of one turn; `over`: it has ended, or was never possible.
 
     Args:
         listen: makes the engine's listening (`omni.generate.listening.Listening`) for the conversation.
@@ -122,12 +122,12 @@ class TurnSound:
         self.over = False
         self._listen = listen
         self._listening: Any = None
-        self._given: list[np.ndarray] = []
+        self._pushed: list[np.ndarray] = []
         self._count = self._peeked = 0  # samples, of which the latter may not belong to the turn
 
     @property
     def frames(self) -> TurnFrames | None:
-        """What the model's turn head says of its frames; None where it is not asked."""
+        """The turn head's probabilities by frame; None where the turn is not listened to."""
         listening = self._listening
         return None if listening is None or self.over else listening.turn
 
@@ -141,25 +141,25 @@ class TurnSound:
             await self.drop()
 
     def so_far(self) -> AudioSoFar | None:
-        """What was heard of it by now, as a question; None where it is not listened to."""
+        """The turn so far, as a question; None where it is not listened to."""
         return None if self._listening is None or self.over else self._listening.so_far()
 
     def follow(self, buffer: InputBuffer, first: float | None, last: float) -> None:
-        """Give what the buffer has of the turn, which begins at second `first` of the input (None for the buffer's first), and
-        to which all before second `last` surely belongs. The turn head also hears what came since."""
+        """Pushes new samples of the turn from the buffer: from second `first` of the input (None for the buffer's first) to
+        second `last`, before which all surely belongs to it. The turn head also peeks at what came since."""
         if self._listening is None or self.over:
             return
         if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:
             self._give(samples)
         if self.frames is None or self.over:
             return
-        given = max(self._count, self._peeked)
-        if len(samples := buffer.part(first, given, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
-            self._peeked = given + len(samples)
+        count = max(self._count, self._peeked)
+        if len(samples := buffer.part(first, count, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
+            self._peeked = count + len(samples)
 
     def _give(self, samples: np.ndarray) -> None:
         if self._try("push", samples):
-            self._given.append(samples)
+            self._pushed.append(samples)
             self._count += len(samples)
 
     def _try(self, method: str, samples: np.ndarray) -> bool:
@@ -170,18 +170,18 @@ class TurnSound:
         return not self.over
 
     def heard(self, session: Any, sound: np.ndarray) -> Any:
-        """What a session has heard of the committed sound [S], with the rest of it; None where it has not listened to it."""
+        """The session's listening to the committed sound [S], with the rest pushed; None where it heard other sound or none."""
         listening = self._listening
         if listening is None or self.over or listening.session is not session:
             return None
-        given = np.concatenate([*self._given, sound[:0]])
-        if not np.array_equal(given, sound[: len(given)]):
+        pushed = np.concatenate([*self._pushed, sound[:0]])
+        if not np.array_equal(pushed, sound[: len(pushed)]):
             return None
-        self._give(sound[len(given) :])
+        self._give(sound[len(pushed) :])
         return None if self.over else listening
 
     async def drop(self) -> None:
-        """It was no question."""
+        """Drop the listening: the sound was no question."""
         self.over = True
         listening, self._listening = self._listening, None
         if listening is not None:

@@ -100,107 +100,103 @@ def in_format(sound: np.ndarray, form: SoundFormat) -> bytes:
     return encode(np.concatenate([rate.push(sound.astype(np.float32) / 32768), rate.finish()]), form.type)
 
 
-def read_item(given: Event, longest: float, place: str = "item") -> ConversationItem:
+def read_item(values: Event, longest: float, param: str = "item") -> ConversationItem:
     """Read an item of a client; ProtocolError for an unknown type or role, content that does not fit it, no base64, or a
     question of more than the longest seconds."""
-    if not isinstance(given, dict):
-        raise ProtocolError(f"{place} is a {type(given).__name__}; give an object", param=place)
-    kind = given.get("type", "message")
-    if kind not in KINDS:
+    if not isinstance(values, dict):
+        raise ProtocolError(f"{param} is a {type(values).__name__}; give an object", param=param)
+    item_type = values.get("type", "message")
+    if item_type not in KINDS:
         raise ProtocolError(
-            f"{place}.type {repr(kind)[:60]} is not known here; use one of {', '.join(KINDS)}", param=f"{place}.type"
+            f"{param}.type {repr(item_type)[:60]} is not known here; use one of {', '.join(KINDS)}", param=f"{param}.type"
         )
-    item_id = given.get("id")
+    item_id = values.get("id")
     if item_id is not None and (not isinstance(item_id, str) or not 0 < len(item_id) <= 512):
-        raise ProtocolError(f"{place}.id must be a text of 1 to 512 characters", param=f"{place}.id")
-    status = "incomplete" if given.get("status") == "incomplete" else "completed"
-    item = ConversationItem(kind, id=item_id or new_id("item"), status=status)
-    if kind != "message":
-        for name in ("call_id", "name", "arguments") if kind == "function_call" else ("call_id", "output"):
+        raise ProtocolError(f"{param}.id must be a text of 1 to 512 characters", param=f"{param}.id")
+    status = "incomplete" if values.get("status") == "incomplete" else "completed"
+    item = ConversationItem(item_type, id=item_id or new_id("item"), status=status)
+    if item_type != "message":
+        for name in ("call_id", "name", "arguments") if item_type == "function_call" else ("call_id", "output"):
             item.values[name] = _text(
-                given.get(name), f"{place}.{name}", optional=name == "call_id" and kind == "function_call"
+                values.get(name), f"{param}.{name}", optional=name == "call_id" and item_type == "function_call"
             )
         return item
-    role = given.get("role")
+    role = values.get("role")
     if not isinstance(role, str) or role not in CONTENT:
-        raise ProtocolError(f"{place}.role {repr(role)[:60]}: use one of {', '.join(CONTENT)}", param=f"{place}.role")
-    content = given.get("content")
+        raise ProtocolError(f"{param}.role {repr(role)[:60]}: use one of {', '.join(CONTENT)}", param=f"{param}.role")
+    content = values.get("content")
     if not isinstance(content, list) or not content:
-        raise ProtocolError(f"{place}.content must be a list of one part or more", param=f"{place}.content")
+        raise ProtocolError(f"{param}.content must be a list of one part or more", param=f"{param}.content")
     item.role = role
-    item.content = [_part(part, role, longest, f"{place}.content.{number}") for number, part in enumerate(content)]
+    item.content = [_part(part, role, longest, f"{param}.content.{number}") for number, part in enumerate(content)]
     if item.seconds > LONGEST_ITEM_SECONDS:
         raise ProtocolError(
-            f"{place} has {item.seconds:.0f} s of sound; at most {LONGEST_ITEM_SECONDS:g} s are taken", param=place
+            f"{param} has {item.seconds:.0f} s of sound; at most {LONGEST_ITEM_SECONDS:g} s are taken", param=param
         )
     return item
 
 
-def _part(given: Any, role: str, longest: float, place: str) -> ContentPart:
-    if not isinstance(given, dict):
-        raise ProtocolError(f"{place} is a {type(given).__name__}; give an object with a type", param=place)
-    kind = given.get("type")
+def _part(values: Any, role: str, longest: float, param: str) -> ContentPart:
+    if not isinstance(values, dict):
+        raise ProtocolError(f"{param} is a {type(values).__name__}; give an object with a type", param=param)
+    part_type = values.get("type")
     if role == "assistant":
-        kind = OLD_NAMES.get(str(kind), kind)
-    if kind not in CONTENT[role]:
+        part_type = OLD_NAMES.get(str(part_type), part_type)
+    if part_type not in CONTENT[role]:
         raise ProtocolError(
-            f"{place}.type {repr(given.get('type'))[:60]} does not fit the role {role!r}; use {', '.join(CONTENT[role])}",
-            param=f"{place}.type",
+            f"{param}.type {repr(values.get('type'))[:60]} does not fit the role {role!r}; use {', '.join(CONTENT[role])}",
+            param=f"{param}.type",
         )
-    if kind in ("input_text", "output_text"):
-        return ContentPart(kind, _text(given.get("text"), f"{place}.text"))
-    transcript = _text(given.get("transcript"), f"{place}.transcript", optional=True)
-    if kind == "output_audio":
-        return ContentPart(kind, transcript or "")
-    sound = from_base64(given.get("audio"), f"{place}.audio")
+    if part_type in ("input_text", "output_text"):
+        return ContentPart(part_type, _text(values.get("text"), f"{param}.text"))
+    transcript = _text(values.get("transcript"), f"{param}.transcript", optional=True)
+    if part_type == "output_audio":
+        return ContentPart(part_type, transcript or "")
+    sound = from_base64(values.get("audio"), f"{param}.audio")
     if len(sound) % 2:
-        raise ProtocolError(f"{place}.audio has {len(sound)} bytes; a sample of audio/pcm takes two", param=f"{place}.audio")
+        raise ProtocolError(f"{param}.audio has {len(sound)} bytes; a sample of audio/pcm takes two", param=f"{param}.audio")
     if not sound:
-        raise ProtocolError(f"{place}.audio has no samples; leave it out, or send sound", param=f"{place}.audio")
-    check_length(len(sound) / 2, longest, f"{place}.audio", "send it in pieces", f"{place}.audio")
-    return ContentPart(kind, transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
+        raise ProtocolError(f"{param}.audio has no samples; leave it out, or send sound", param=f"{param}.audio")
+    check_length(len(sound) / 2, longest, f"{param}.audio", "send it in pieces", f"{param}.audio")
+    return ContentPart(part_type, transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
 
 
 def check_length(samples: float, longest: float, name: str, way: str, param: str) -> None:
     """ProtocolError, with a way out, where samples at 24 kHz of that name last longer than a question may."""
     seconds = samples / PCM_RATE
     if seconds > longest:
-        raise ProtocolError(f"{name} has {_seconds(seconds)} of sound; at most {longest:g} s are taken: {way}", param=param)
+        shown = math.ceil(seconds * 10 - 1e-6) / 10  # rounded up: never the limit that it exceeds
+        raise ProtocolError(f"{name} has {shown:.1f} s of sound; at most {longest:g} s are taken: {way}", param=param)
 
 
-def _seconds(seconds: float) -> str:
-    """Seconds as a text, rounded up: never the limit that they exceed."""
-    return f"{math.ceil(seconds * 10 - 1e-6) / 10:.1f} s"
-
-
-def from_base64(given: Any, place: str) -> bytes:
+def from_base64(value: Any, param: str) -> bytes:
     """Bytes of a base64 text, in lines or of a data URL too; ProtocolError where it is none."""
-    if not isinstance(given, str):
+    if not isinstance(value, str):
         raise ProtocolError(
-            f"{place} must be base64", "missing_required_parameter" if given is None else "invalid_value", place
+            f"{param} must be base64", "missing_required_parameter" if value is None else "invalid_value", param
         )
-    text = "".join(DATA_URL.sub("", given).split())
+    text = "".join(DATA_URL.sub("", value).split())
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ProtocolError(f"{place} is no base64 ({error})", "invalid_base64", place) from None
+        raise ProtocolError(f"{param} is no base64 ({error})", "invalid_base64", param) from None
 
 
-def _text(given: Any, place: str, optional: bool = False) -> Any:
-    if given is None and optional:
+def _text(value: Any, param: str, optional: bool = False) -> Any:
+    if value is None and optional:
         return None
-    if not isinstance(given, str):
+    if not isinstance(value, str):
         raise ProtocolError(
-            f"{place} must be a text", "missing_required_parameter" if given is None else "invalid_value", place
+            f"{param} must be a text", "missing_required_parameter" if value is None else "invalid_value", param
         )
-    if len(given) > LONGEST_TEXT:
-        raise ProtocolError(f"{place} has {len(given):,} characters; at most {LONGEST_TEXT:,} are taken", param=place)
-    half = HALF.search(given)
+    if len(value) > LONGEST_TEXT:
+        raise ProtocolError(f"{param} has {len(value):,} characters; at most {LONGEST_TEXT:,} are taken", param=param)
+    half = HALF.search(value)
     if half:
         raise ProtocolError(
-            f"character {half.start()} of {place} is {half[0]!a}, half of a surrogate pair; send whole characters", param=place
+            f"character {half.start()} of {param} is {half[0]!a}, half of a surrogate pair; send whole characters", param=param
         )
-    return given
+    return value
 
 
 class Items:
@@ -226,27 +222,27 @@ class Items:
 
     def before(self, item: ConversationItem) -> str | None:
         """Id of the item before it; None for the first."""
-        place = self._items.index(item)
-        return self._items[place - 1].id if place else None
+        index = self._items.index(item)
+        return self._items[index - 1].id if index else None
 
     def add(self, item: ConversationItem, after: str | None = None) -> None:
         """Put an item at the end, or after that of an id (`root`: first). ProtocolError where its id is taken, there is no such
         item to follow, or there are too many."""
-        if any(one.id == item.id for one in self._items):
+        if any(other.id == item.id for other in self._items):
             raise ProtocolError(f"there is an item {item.id[:80]!r} already", "item_create_duplicate_item_id", "item.id")
         if len(self._items) >= self.most:
             raise ProtocolError(f"the conversation has {self.most} items; delete some", "conversation_full")
-        place = len(self._items)
+        index = len(self._items)
         if after == "root":
-            place = 0
+            index = 0
         elif after is not None:
-            place = self._items.index(self.find(after, "item_create_invalid_previous_item_id", "previous_item_id")) + 1
-        self._items.insert(place, item)
+            index = self._items.index(self.find(after, "item_create_invalid_previous_item_id", "previous_item_id")) + 1
+        self._items.insert(index, item)
         self._forget_sound()
 
     def discard(self, item: ConversationItem) -> None:
         """Take an item out, where it is there."""
-        self._items = [one for one in self._items if one is not item]
+        self._items = [other for other in self._items if other is not item]
 
     def _forget_sound(self) -> None:
         """Drop the samples of the oldest questions, which are beyond what any model remembers; the newest stays."""

@@ -1,4 +1,4 @@
-"""Sends an answer's sound no further ahead than a client plays it, and knows what of it was heard.
+"""Paces an answer's sound to what a client plays, and knows how much was heard.
 
 A client without a clock that can be seen (a WebSocket) is taken to play at once and without a break what it gets:
 
@@ -32,7 +32,7 @@ TEXT_AHEAD = 0.2  # seconds by which the text of an answer is sent before its so
 
 
 def _to_nobody(said: object) -> None:
-    """In the place of what belongs to an answer that has ended."""
+    """Replaces the callbacks of an answer that has ended."""
 
 
 class Outlet(ABC):
@@ -80,7 +80,7 @@ class Outlet(ABC):
         self.free()
 
     def free(self) -> None:
-        """Tell nobody any more: the answer that it belongs to is then freed at once, and not only by the garbage collector."""
+        """Drop the callbacks, so that the answer is freed at once and not only by the garbage collector."""
         self._emit = self.tell = _to_nobody
 
 
@@ -168,7 +168,7 @@ class Pacer:
 
 
 class Transport(Protocol):
-    """What carries a session; `unread` are bytes that were put and that the client has not taken."""
+    """Carries a session's events; `unread` counts the bytes that were put and the client has not taken."""
 
     sound_in_events: bool
     sent_at: float  # when an event was put last, by `time.monotonic`

@@ -27,7 +27,7 @@ SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxstring = 0, 80  # it looks at the beginning of a value alone, however large that is
 
 LOST = "the engine was lost and is started again; ask again in some seconds"
-"""What clients are told where the engine's process has ended; the log has the rest."""
+"""Message to clients when the engine's process has ended; the log has the cause."""
 
 
 class ProtocolError(Exception):
@@ -36,7 +36,7 @@ class ProtocolError(Exception):
     Attributes:
         code: for programs; clients compare some of them.
         param: the field that is wrong, as `session.audio.input`.
-        kind: `invalid_request_error`, or `server_error`.
+        error_type: `invalid_request_error`, or `server_error`.
         event_id: the client's event, of a message that could not be read.
     """
 
@@ -45,24 +45,22 @@ class ProtocolError(Exception):
         message: str,
         code: str = "invalid_value",
         param: str | None = None,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         event_id: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.code, self.param, self.kind, self.event_id = code, param, kind, event_id
+        self.code, self.param, self.error_type, self.event_id = code, param, error_type, event_id
 
     def event(self, event_id: str | None = None) -> Event:
         """The event; `event_id` is the client's."""
         named = self.event_id or event_id
-        error = {"type": self.kind, "code": self.code, "message": str(self), "param": self.param, "event_id": named}
+        error = {"type": self.error_type, "code": self.code, "message": str(self), "param": self.param, "event_id": named}
         return {"type": "error", "error": filled(error)}
 
 
-class _Message(BaseModel):
+class _ClientEvent(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
-
-class _ClientEvent(_Message):
     event_id: Id | None = None
 
 
@@ -137,53 +135,53 @@ ClientEvent = (
 
 _READER: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(discriminator="type")])
 
-TYPES = tuple(kind.model_fields["type"].annotation.__args__[0] for kind in ClientEvent.__args__)  # type: ignore[union-attr]
+TYPES = tuple(model.model_fields["type"].annotation.__args__[0] for model in ClientEvent.__args__)  # type: ignore[union-attr]
 
 
 def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
     """Read one message of a client: its event, and the id that the client gave it; ProtocolError for no JSON, no object, an
-    unknown type, or a field of the wrong kind."""
+    unknown type, or a field of the wrong type."""
     check_costly(text)
-    given = read_json(text, "the message")
-    if not isinstance(given, dict):
-        raise ProtocolError(f"the message is a JSON {type(given).__name__}; send an object", "invalid_json")
-    event_id = given.get("event_id")
+    message = read_json(text, "the message")
+    if not isinstance(message, dict):
+        raise ProtocolError(f"the message is a JSON {type(message).__name__}; send an object", "invalid_json")
+    event_id = message.get("event_id")
     event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
-    if given.get("type") not in TYPES:
-        shown = SHORT.repr(given.get("type"))[:80]
-        message = f"event type {shown} is unknown; use one of {', '.join(TYPES)}"
-        raise ProtocolError(message, "invalid_event_type", "type", event_id=event_id)
+    if message.get("type") not in TYPES:
+        shown = SHORT.repr(message.get("type"))[:80]
+        problem = f"event type {shown} is unknown; use one of {', '.join(TYPES)}"
+        raise ProtocolError(problem, "invalid_event_type", "type", event_id=event_id)
     try:
-        return _READER.validate_python(given), event_id
+        return _READER.validate_python(message), event_id
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error, given), event_id=event_id) from None
+        raise ProtocolError(*first_mistake(error, message), event_id=event_id) from None
 
 
 def check_costly(text: Any, left: int = COSTLY) -> int:
-    """How many signs are left after this piece of JSON (text or bytes); ProtocolError where it has more than may be."""
+    """Counts the signs `{`, `[` and `,` in JSON (text or bytes); returns how many are left. ProtocolError beyond `left`."""
     for sign in ("{", "[", ",") if isinstance(text, str) else (b"{", b"[", b","):
-        place = text.find(sign)
-        while place >= 0:
-            left, place = left - 1, text.find(sign, place + 1)
+        index = text.find(sign)
+        while index >= 0:
+            left, index = left - 1, text.find(sign, index + 1)
             if left < 0:
                 raise ProtocolError(f"the JSON has more than {COSTLY:,} signs {{, [ and comma; send less", "too_large")
     return left
 
 
 def read_json(data: str | bytes, name: str = "the body", param: str | None = None) -> Any:
-    """The value of a JSON text; ProtocolError where it is none, with the place where that is known."""
+    """The value of a JSON text; ProtocolError where it is none, with line and column."""
     try:
         return json.loads(data, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
-        found = "it is nested too deep"
+        problem = "it is nested too deep"
     except UnicodeDecodeError as error:
-        found = f"it is not UTF-8 at byte {error.start}"
+        problem = f"it is not UTF-8 at byte {error.start}"
     except json.JSONDecodeError as error:
-        what = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        found = what if data.strip() else "it is empty"
+        detail = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        problem = detail if data.strip() else "it is empty"
     except ValueError:
-        found = "a number in it is none of JSON, or has too many digits"
-    raise ProtocolError(f"{name} is no JSON: {found}", "invalid_json", param)
+        problem = "a number in it is none of JSON, or has too many digits"
+    raise ProtocolError(f"{name} is no JSON: {problem}", "invalid_json", param)
 
 
 def _finite(text: str) -> float:
@@ -193,23 +191,23 @@ def _finite(text: str) -> float:
     return number
 
 
-def first_mistake(error: ValidationError, given: Any = None, under: str = "") -> tuple[str, str, str]:
-    """Message, code and field of the first mistake that pydantic found in what was `given` under a name; of the place, only
-    what was given is told, and no names of pydantic's own."""
-    found = error.errors(include_url=False, include_input=True)[0]
-    missing = found["type"] == "missing"
-    parts = found["loc"] if given is None else _own(found["loc"], given, missing)
-    place = ".".join([under] * bool(under) + [str(part) for part in parts])
-    shown = "" if missing else f" (it is {SHORT.repr(found['input'])[:80]})"
-    return f"{place}: {found['msg']}{shown}", "missing_required_parameter" if missing else "invalid_value", place
+def first_mistake(error: ValidationError, values: Any = None, under: str = "") -> tuple[str, str, str]:
+    """Message, code and field of pydantic's first error in `values`, which lie `under` a name; the field is a path through the
+    values, without pydantic's own names."""
+    mistake = error.errors(include_url=False, include_input=True)[0]
+    missing = mistake["type"] == "missing"
+    parts = mistake["loc"] if values is None else _own(mistake["loc"], values, missing)
+    param = ".".join([under] * bool(under) + [str(part) for part in parts])
+    shown = "" if missing else f" (it is {SHORT.repr(mistake['input'])[:80]})"
+    return f"{param}: {mistake['msg']}{shown}", "missing_required_parameter" if missing else "invalid_value", param
 
 
-def _own(parts: Sequence[int | str], given: Any, missing: bool) -> list[int | str]:
-    """The parts of a place that lead through what was given, and the field that is missing there; not those of unions."""
+def _own(parts: Sequence[int | str], values: Any, missing: bool) -> list[int | str]:
+    """The parts of a pydantic location that lead through the values, with a missing field at its end; not those of unions."""
     own: list[int | str] = []
     for number, part in enumerate(parts, 1):
-        if (isinstance(given, dict) and part in given) or (isinstance(given, list) and isinstance(part, int)):
-            given = given[part]  # type: ignore[index]
+        if (isinstance(values, dict) and part in values) or (isinstance(values, list) and isinstance(part, int)):
+            values = values[part]  # type: ignore[index]
             own.append(part)
         elif missing and number == len(parts):
             own.append(part)
@@ -226,16 +224,16 @@ def filled(values: Event) -> Event:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def kind_of(value: Any) -> str:
-    """What a value is, such as `a list`."""
+def json_type(value: Any) -> str:
+    """The JSON type of a value in words, such as `a list`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    kinds: dict[str, Any] = {"a text": str, "a number": (int, float), "a list": list, "an object": dict}
-    return next(name for name, kind in kinds.items() if isinstance(value, kind))
+    types: dict[str, Any] = {"a text": str, "a number": (int, float), "a list": list, "an object": dict}
+    return next(name for name, python_type in types.items() if isinstance(value, python_type))
 
 
 def shown(value: Any) -> str:
-    """A value for an error: short ones themselves, and of others what they are."""
-    return repr(value)[:60] if isinstance(value, (str, int, float)) and not isinstance(value, bool) else kind_of(value)
+    """A value in an error message: a text or number itself, of others the JSON type."""
+    return repr(value)[:60] if isinstance(value, (str, int, float)) and not isinstance(value, bool) else json_type(value)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from infer.pcm import Resampler, encode
-from infer.serve.errors import broken, is_of_the_question, told_of
+from infer.serve.errors import as_protocol_error, broken, is_question_error
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn
 from infer.serve.realtime.items import ContentPart, ConversationItem
@@ -27,7 +27,7 @@ from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta
 
-Why = Literal["turn_detected", "client_cancelled"]
+StopReason = Literal["turn_detected", "client_cancelled"]
 
 NOTHING = "there is no question without an answer; add a user's item, commit the input buffer, or give instructions"
 
@@ -35,8 +35,8 @@ QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that wa
 
 
 @dataclass
-class Wanted:
-    """What one response is to be."""
+class ResponseRequest:
+    """The request of one response."""
 
     configuration: Configuration  # the session's, with what `response.create` changed
     before: Sequence[DialogueTurn]
@@ -54,23 +54,23 @@ class Response:
         first, over: set with its first output or its end, and when `response.done` was sent.
     """
 
-    def __init__(self, owner: Owner, dialogue: Dialogue, wanted: Wanted) -> None:
-        self.id, self.wanted = new_id("resp"), wanted
-        question = wanted.question
+    def __init__(self, owner: Owner, dialogue: Dialogue, request: ResponseRequest) -> None:
+        self.id, self.request = new_id("resp"), request
+        question = request.question
         prompt = question.part if question is not None and question.mark[:2] == PROMPT else None
         self.item = ConversationItem("message", "assistant", status="in_progress", prompt=prompt)
-        self.speaks = speaks(owner, wanted.configuration)
+        self.speaks = speaks(owner, request.configuration)
         self.first, self.over = asyncio.Event(), asyncio.Event()
         self.status = "in_progress"
         self._owner, self._dialogue = owner, dialogue
         self._part = ContentPart("output_audio" if self.speaks else "output_text", "")
-        form = wanted.configuration.audio.output.format
+        form = request.configuration.audio.output.format
         self._form = form.type
         self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
         self.outlet.tell = self._tell_playback
         self._pacer = Pacer(self.outlet, self._emit_text, owner.settings.lead)
         self._events: AnswerStream | None = None
-        self._why: Why | None = None
+        self._stop_reason: StopReason | None = None
         self._heard: float | None = None
         self._cut = asyncio.Event()  # the history was cut to that
         self._begun = False
@@ -93,9 +93,9 @@ class Response:
         ended = Ended("cancelled", None)  # type: ignore[arg-type]
         try:
             try:
-                if self.wanted.question is None:
+                if self.request.question is None:
                     raise UserError(NOTHING)
-                ended = await self._answer(self.wanted.question)
+                ended = await self._answer(self.request.question)
             except (UserError, ProtocolError) as raised:
                 error = raised
             except Exception as raised:
@@ -110,7 +110,7 @@ class Response:
         """Nothing more comes of it, and nothing is held for it."""
         self.outlet.end()
         self._pacer.end()
-        self.wanted.before, self._events = (), None
+        self.request.before, self._events = (), None
         self.first.set()
         self.over.set()
 
@@ -118,13 +118,13 @@ class Response:
         """Ask, and pass the answer on; returns its end once all was sent."""
         if question.part.silent:
             raise ProtocolError("there is no speech in the sound that was committed", "no_speech")
-        configuration = self.wanted.configuration
+        configuration = self.request.configuration
         options = options_of(self._owner, configuration, self.speaks)
         task = task_of(configuration, question.spoken, self.speaks)
         if task == "A1T1":
             self.speaks, self._part.type = False, "output_text"
-        self._events = events = await self._dialogue.ask(self.wanted.before, question, self.item, task, options)
-        if self._why is not None:
+        self._events = events = await self._dialogue.ask(self.request.before, question, self.item, task, options)
+        if self._stop_reason is not None:
             return Ended("cancelled", None)  # type: ignore[arg-type]
         looking = asyncio.create_task(self._tell_place())
         pacing = asyncio.create_task(self._pacer.run())
@@ -157,10 +157,10 @@ class Response:
                 return event
         return Ended("cancelled", None)  # type: ignore[arg-type]
 
-    async def stop(self, why: Why) -> None:
+    async def stop(self, reason: StopReason) -> None:
         """End it here: nothing is sent any more, and the history keeps what was heard. Returns after `response.done`."""
-        if not self.over.is_set() and self._why is None:
-            self._why, self._heard = why, self.outlet.heard if self.speaks else None
+        if not self.over.is_set() and self._stop_reason is None:
+            self._stop_reason, self._heard = reason, self.outlet.heard if self.speaks else None
             self._pacer.stop()
             self.outlet.clear()
             try:
@@ -173,7 +173,7 @@ class Response:
         await self.over.wait()
 
     def silence(self) -> None:
-        """Send nothing more: nobody is there."""
+        """Send nothing more: the client is gone."""
         self._pacer.stop()
 
     async def _tell_place(self) -> None:
@@ -181,10 +181,10 @@ class Response:
         reported = 0
         while self._owner.wants_omni and not self._begun:
             await asyncio.sleep(QUEUE_LOOK)
-            place = await self._dialogue.place()
-            if place != reported:
-                reported = place
-                self._owner.send({"type": "omni.queue", "response_id": self.id, "place": place})
+            position = await self._dialogue.queue_position()
+            if position != reported:
+                reported = position
+                self._owner.send({"type": "omni.queue", "response_id": self.id, "place": position})
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -193,16 +193,11 @@ class Response:
         if self._begun:
             return
         self._begun = True
-        send, items = self._owner.send, self._owner.items
+        send = self._owner.send
         send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
-        if self.wanted.conversation:
-            send(
-                {
-                    "type": "conversation.item.added",
-                    "previous_item_id": items.before(self.item),
-                    "item": self.item.shown(),
-                }
-            )
+        if self.request.conversation:
+            before = self._owner.items.before(self.item)
+            send({"type": "conversation.item.added", "previous_item_id": before, "item": self.item.shown()})
         self.item.content = [self._part]
         send({"type": "response.content_part.added", **self._where(), "part": self._shown_part("")})
         self.first.set()
@@ -220,7 +215,7 @@ class Response:
 
     def _emit_sound(self, samples: np.ndarray) -> None:
         if self._first_audio is None:
-            self._first_audio = time.monotonic() - self.wanted.since
+            self._first_audio = time.monotonic() - self.request.since
             self._tell_first()
         if not self._owner.transport.sound_in_events:
             return
@@ -235,7 +230,7 @@ class Response:
         assert self._first_audio is not None
         self._owner.metrics.first.observe(self._first_audio)
         if self._owner.wants_omni:
-            endpointing = self.wanted.endpointing
+            endpointing = self.request.endpointing
             milliseconds = {
                 "endpointing_ms": None if endpointing is None else round(endpointing * 1000),
                 "first_audio_ms": round(self._first_audio * 1000),
@@ -250,11 +245,11 @@ class Response:
         status, details = self._outcome(ended, error)
         self.status = status
         unread = self._events is not None and self._events.running is None
-        if unread and self.wanted.question is not None and is_of_the_question(error):
-            self.wanted.question.part.refused = True
+        if unread and self.request.question is not None and is_question_error(error):
+            self.request.question.part.refused = True
         if self._events is not None and error is None:
             await self._settle()
-        elif self.wanted.conversation:
+        elif self.request.conversation:
             self._dialogue.broke()
         self.item.status = "completed" if status == "completed" else "incomplete"
         self.item.sent = self.outlet.sent
@@ -267,11 +262,11 @@ class Response:
             else:
                 send({"type": "response.output_text.done", **self._where(), "text": text})
             send({"type": "response.content_part.done", **self._where(), "part": self._shown_part(text)})
-            if self.wanted.conversation:
+            if self.request.conversation:
                 before = self._owner.items.before(self.item)
                 send({"type": "conversation.item.done", "previous_item_id": before, "item": self.item.shown()})
             send({"type": "response.output_item.done", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
-        elif self.wanted.conversation:
+        elif self.request.conversation:
             self._owner.items.discard(self.item)
         response = {**self._shown(status), "status_details": details, "usage": self._used()}
         send({"type": "response.done", "response": filled(response)})
@@ -279,7 +274,7 @@ class Response:
     async def _settle(self) -> None:
         """Take the answer as the history has it."""
         assert self._events is not None
-        if self._why is not None:
+        if self._stop_reason is not None:
             await self._cut.wait()
         if self._events.running is None:
             self._dialogue.broke()
@@ -288,35 +283,35 @@ class Response:
             self.item.answer = await self._dialogue.settled(self._events)
         except UserError:  # the engine was lost meanwhile
             return
-        if self._why is not None and self.speaks and self.item.answer is not None:
+        if self._stop_reason is not None and self.speaks and self.item.answer is not None:
             self.item.heard = self._heard
             self._part.text = self.item.answer.text or ""
 
     def _outcome(self, ended: Ended, error: Exception | None) -> tuple[str, Event | None]:
         """Status of the response, and its details."""
-        if self._why is not None:
-            return "cancelled", {"type": "cancelled", "reason": self._why}
+        if self._stop_reason is not None:
+            return "cancelled", {"type": "cancelled", "reason": self._stop_reason}
         if error is not None:
-            cause = told_of(error)
-            return "failed", {"type": "failed", "error": {"type": cause.kind, "code": cause.code, "message": str(cause)}}
+            cause = as_protocol_error(error)
+            return "failed", {"type": "failed", "error": {"type": cause.error_type, "code": cause.code, "message": str(cause)}}
         if ended.reason in ("length", "cache"):
             return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
         return "completed", None
 
     def _shown(self, status: str) -> Event:
-        wanted = self.wanted
+        request = self.request
         shown: dict[str, Any] = {
             "object": "realtime.response",
             "id": self.id,
             "status": status,
-            "conversation_id": self._owner.conversation_id if wanted.conversation else None,
+            "conversation_id": self._owner.conversation_id if request.conversation else None,
             "output": [self.item.shown()] if self._begun and status != "in_progress" else [],
             "output_modalities": ["audio"] if self.speaks else ["text"],
-            "max_output_tokens": wanted.configuration.max_output_tokens,
-            "metadata": wanted.metadata,
+            "max_output_tokens": request.configuration.max_output_tokens,
+            "metadata": request.metadata,
         }
         if self.speaks:
-            output = wanted.configuration.audio.output
+            output = request.configuration.audio.output
             voice = self._owner.voices.effective(output.voice)
             shown["audio"] = {"output": {"format": output.format.shown(), "voice": voice}}
         return filled(shown)
@@ -325,13 +320,13 @@ class Response:
         """Tokens of the question, and of the answer: pieces of text, and chunks of sound."""
         used = self._usage
         out = used["text"] + used["audio"]
-        spoken = self.wanted.question is not None and self.wanted.question.spoken
-        given = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
+        spoken = self.request.question is not None and self.request.question.spoken
+        input_details = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
         return {
             "total_tokens": used["input"] + out,
             "input_tokens": used["input"],
             "output_tokens": out,
-            "input_token_details": {**given, "cached_tokens": 0},
+            "input_token_details": {**input_details, "cached_tokens": 0},
             "output_token_details": {"text_tokens": used["text"], "audio_tokens": used["audio"]},
         }
 
@@ -348,11 +343,11 @@ def task_of(configuration: Configuration, spoken: bool, speaks: bool) -> str:
     return f"{'A' if spoken else 'T'}1{'A' if speaks else 'T'}2"
 
 
-def options_of(owner: Owner, wanted: Configuration, speaks: bool) -> dict[str, Any]:
+def options_of(owner: Owner, configuration: Configuration, speaks: bool) -> dict[str, Any]:
     """Keywords of the engine's session."""
     answering = owner.settings.answering
-    most = None if wanted.max_output_tokens == "inf" else wanted.max_output_tokens
-    options = limited(answering.keywords(wanted.omni.temperature), most, speaks)
-    options["adapter"] = owner.voices.adapter(wanted.audio.output.voice)
-    options["system"] = wanted.instructions if answering.use_instructions else ""
+    most = None if configuration.max_output_tokens == "inf" else configuration.max_output_tokens
+    options = limited(answering.keywords(configuration.omni.temperature), most, speaks)
+    options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
+    options["system"] = configuration.instructions if answering.use_instructions else ""
     return options

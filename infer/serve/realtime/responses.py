@@ -1,4 +1,4 @@
-"""The responses of a session: what asks for them, what interrupts them, and what of them is kept."""
+"""The responses of a session: how they begin, are interrupted, and are cut in the history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infer.serve.realtime.input_buffer import TurnSound
 from infer.serve.realtime.items import ConversationItem, read_item
 from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.realtime.response import Response, Wanted, Why, options_of, speaks, task_of
+from infer.serve.realtime.response import Response, ResponseRequest, StopReason, options_of, speaks, task_of
 
 CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
 """Fields of the configuration that `response.create` may change for its response."""
@@ -31,7 +31,7 @@ class Responses:
         self._owner, self._host = owner, host
         self._dialogue = Dialogue(host)
         self._beside: set[Response] = set()
-        self._waits: Wanted | None = None  # a turn that came while an answer was under way that it does not interrupt
+        self._waiting: ResponseRequest | None = None  # a turn that came during an answer that it does not interrupt
 
     @property
     def active(self) -> Response | None:
@@ -46,16 +46,16 @@ class Responses:
     async def create(self, event: protocol.ResponseCreate) -> None:
         if self._owner.configuration.type == "transcription":
             raise ProtocolError("a transcription session writes down what it hears and answers nothing", "invalid_session_type")
-        given = event.response or {}
-        configuration = self._configured(given)
-        alone = given.get("conversation") == "none"
-        if given.get("conversation") not in (None, "auto", "none"):
-            shown = repr(given["conversation"])[:60]
+        overrides = event.response or {}
+        configuration = self._configured(overrides)
+        alone = overrides.get("conversation") == "none"
+        if overrides.get("conversation") not in (None, "auto", "none"):
+            shown = repr(overrides["conversation"])[:60]
             raise ProtocolError(f"response.conversation is {shown}; use 'auto' or 'none'", param="response.conversation")
-        items = self._read_input(given["input"]) if given.get("input") is not None else list(self._owner.items)
+        items = self._read_input(overrides["input"]) if overrides.get("input") is not None else list(self._owner.items)
         before, question = turns_of(items)
-        question = question or prompted(items, given.get("instructions") or "", configuration.instructions)
-        wanted = Wanted(configuration, before, question, not alone, _metadata(given.get("metadata")))
+        question = question or prompted(items, overrides.get("instructions") or "", configuration.instructions)
+        request = ResponseRequest(configuration, before, question, not alone, _metadata(overrides.get("metadata")))
         if not alone and self.active is not None:
             raise ProtocolError(
                 f"the conversation has an active response, {self.active.id}; wait for response.done, or cancel it",
@@ -64,45 +64,45 @@ class Responses:
         if alone and len(self._beside) + 1 >= self._owner.settings.limits.responses:
             most = self._owner.settings.limits.responses
             raise ProtocolError(f"{most} responses of this session are under way; wait for one", "rate_limit_exceeded")
-        self.respond(wanted)
+        self.respond(request)
 
-    def _configured(self, given: Event) -> Configuration:
+    def _configured(self, overrides: Event) -> Configuration:
         """The session's configuration with what a response changes."""
-        change = {name: given[name] for name in (*CHANGEABLE, *BETA) if given.get(name) is not None}
+        change = {name: overrides[name] for name in (*CHANGEABLE, *BETA) if overrides.get(name) is not None}
         if isinstance(change.get("audio"), dict):
             change["audio"] = {"output": change["audio"].get("output") or {}}
         try:
-            found = updated(self._owner.configuration, change, started=True)
+            configuration = updated(self._owner.configuration, change, started=True)
         except ProtocolError as error:
-            place = (error.param or "").replace("session", "response", 1)
-            raise ProtocolError(str(error).replace("session.", "response."), error.code, place) from None
-        check_modalities(found.output_modalities, "response.output_modalities")
-        return found
+            param = (error.param or "").replace("session", "response", 1)
+            raise ProtocolError(str(error).replace("session.", "response."), error.code, param) from None
+        check_modalities(configuration.output_modalities, "response.output_modalities")
+        return configuration
 
-    def _read_input(self, given: Any) -> list[ConversationItem]:
+    def _read_input(self, values: Any) -> list[ConversationItem]:
         """Items of a response's own input; references are looked up in the conversation."""
-        if not isinstance(given, list):
+        if not isinstance(values, list):
             raise ProtocolError("response.input must be a list of items", param="response.input")
-        found = []
-        for number, one in enumerate(given):
-            if isinstance(one, dict) and one.get("type") == "item_reference":
-                place = f"response.input.{number}.id"
-                found.append(self._owner.items.find(str(one.get("id")), "item_reference_invalid_item_id", place))
+        items = []
+        for number, value in enumerate(values):
+            if isinstance(value, dict) and value.get("type") == "item_reference":
+                param = f"response.input.{number}.id"
+                items.append(self._owner.items.find(str(value.get("id")), "item_reference_invalid_item_id", param))
             else:
-                found.append(read_item(one, self._owner.longest, f"response.input.{number}"))
-        return found
+                items.append(read_item(value, self._owner.longest, f"response.input.{number}"))
+        return items
 
-    def respond(self, wanted: Wanted) -> None:
+    def respond(self, request: ResponseRequest) -> None:
         """Begin a response."""
-        if not wanted.conversation:
+        if not request.conversation:
             dialogue = Dialogue(self._host)
-            beside = Response(self._owner, dialogue, wanted)
+            beside = Response(self._owner, dialogue, request)
             self._beside.add(beside)
             beside.announce()
             self._owner.spawn(self._run_beside(beside, dialogue))
             return
         self.duck(False)
-        self.last = Response(self._owner, self._dialogue, wanted)
+        self.last = Response(self._owner, self._dialogue, request)
         self._owner.items.add(self.last.item)
         self.last.announce()
         self._owner.spawn(self._run(self.last))
@@ -111,9 +111,9 @@ class Responses:
         await response.run()
         self._owner.metrics.answered(response.status, response.outlet.underruns)
         self._owner.answered()
-        waits, self._waits = self._waits, None
-        if waits is not None:
-            self.respond_to_turn(waits.endpointing)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self.respond_to_turn(waiting.endpointing)
 
     async def _run_beside(self, response: Response, dialogue: Dialogue) -> None:
         try:
@@ -125,11 +125,11 @@ class Responses:
     def respond_to_turn(self, endpointing: float | None) -> None:
         """Answer the turn that was just committed, or once the answer under way has ended."""
         before, question = turns_of(self._owner.items)
-        wanted = Wanted(self._owner.configuration, before, question, endpointing=endpointing)
+        request = ResponseRequest(self._owner.configuration, before, question, endpointing=endpointing)
         if self.active is not None:
-            self._waits = wanted
+            self._waiting = request
         elif question is not None:
-            self.respond(wanted)
+            self.respond(request)
 
     def listen(self, semantic: bool) -> TurnSound | None:
         """Listen to what somebody begins to say, and where it ends (`semantic`); None while an answer or another question is
@@ -156,25 +156,25 @@ class Responses:
         else:
             self.last.outlet.duck(on)
 
-    async def interrupt(self, why: Why = "turn_detected") -> None:
-        """What plays ends, because somebody speaks or the client asks, and the history is cut to what was heard."""
+    async def interrupt(self, reason: StopReason = "turn_detected") -> None:
+        """Stops the answer that plays, and cuts the history to what was heard of it."""
         response = self.last
         if response is None:
             return
         if not response.over.is_set():
-            await response.stop(why)
+            await response.stop(reason)
         elif response.outlet.ahead() > 0:
             heard = response.outlet.heard
             response.outlet.clear()
             await self.cut(response.item, heard)
 
     async def cancel(self, event: protocol.ResponseCancel) -> None:
-        under_way = [one for one in (self.active, *self._beside) if one is not None]
-        found = [one for one in under_way if event.response_id in (None, one.id)]
-        if not found:
+        under_way = [response for response in (self.active, *self._beside) if response is not None]
+        matches = [response for response in under_way if event.response_id in (None, response.id)]
+        if not matches:
             named = f" {event.response_id[:80]!r}" if event.response_id else ""
             raise ProtocolError(f"Cancellation failed: no active response{named} found", "response_cancel_not_active")
-        await found[0].stop("client_cancelled")
+        await matches[0].stop("client_cancelled")
 
     async def clear_output(self, event: protocol.OutputClear) -> None:
         if self._owner.transport.sound_in_events:
@@ -193,7 +193,7 @@ class Responses:
         item.content[0].text = item.answer.text or ""
 
     def silence(self) -> None:
-        """Send nothing more of any: nobody is there."""
+        """Send nothing more of any response: the client is gone."""
         for response in (self.last, *self._beside):
             if response is not None:
                 response.silence()
@@ -207,14 +207,14 @@ class Responses:
         await self._dialogue.close()
 
 
-def _metadata(given: Any) -> dict[str, str] | None:
+def _metadata(value: Any) -> dict[str, str] | None:
     """A response's metadata; ProtocolError where it is none."""
-    if given is None:
+    if value is None:
         return None
-    texts = isinstance(given, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in given.items())
-    if not texts or len(given) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in given.items()):
+    texts = isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+    if not texts or len(value) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in value.items()):
         raise ProtocolError(
             "response.metadata must have at most 16 texts of at most 512 characters, under names of at most 64",
             param="response.metadata",
         )
-    return dict(given)
+    return dict(value)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from infer.serve.errors import Denied, told_of
+from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.host import EngineHost
 from infer.serve.keys import Keys, Quota
 from infer.serve.realtime import protocol
@@ -90,9 +90,9 @@ class RealtimeSession:
     def _shown(self) -> Event:
         return shown(self.configuration, self.voices, self.id, self.expires_at)
 
-    def tell_error(self, message: str, code: str = "server_error", kind: str = "server_error") -> None:
+    def tell_error(self, message: str, code: str = "server_error", error_type: str = "server_error") -> None:
         """An error that no event of the client brought."""
-        self.send(ProtocolError(message, code, kind=kind).event())
+        self.send(ProtocolError(message, code, error_type=error_type).event())
 
     # --- events in ----------------------------------------------------------------------------------------------------
 
@@ -107,12 +107,12 @@ class RealtimeSession:
         except Exception as error:
             if not isinstance(error, UserError):
                 self.log.exception("an event failed")
-            self.send(told_of(error).event(event_id))
+            self.send(as_protocol_error(error).event(event_id))
 
     async def _update(self, event: protocol.SessionUpdate) -> None:
-        found = updated(self.configuration, event.session, started=bool(self.items) or self.responses.last is not None)
-        self.configuration = found
-        self.hearing.configure(found)
+        configuration = updated(self.configuration, event.session, started=bool(self.items) or self.responses.last is not None)
+        self.configuration = configuration
+        self.hearing.configure(configuration)
         session = self._shown()
         if unused := ignored(event.session, session):
             session["omni"]["ignored"] = unused
@@ -247,7 +247,7 @@ HANDLERS: dict[str, Callable[[RealtimeSession, Any], Coroutine[Any, Any, None]]]
     "response.cancel": lambda session, event: session.responses.cancel(event),
     "output_audio_buffer.clear": lambda session, event: session.responses.clear_output(event),
 }
-"""What does a client's event, by its type."""
+"""Handlers of a client's events, by type."""
 
 
 def remembered(config: ModelConfig) -> float:
@@ -280,7 +280,7 @@ class SessionBounds:
         try:
             self._usage.count(**came)
         except Denied as error:
-            self._session.send(ProtocolError(str(error), error.code, kind=error.kind).event())
+            self._session.send(as_protocol_error(error).event())
             raise Closed(POLICY, str(error)) from None
 
     async def watch(self) -> None:

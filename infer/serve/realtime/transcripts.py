@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.pcm import PCM_RATE
-from infer.serve.errors import broken, told_of
+from infer.serve.errors import as_protocol_error, broken
 from infer.serve.host import EngineHost
 from infer.serve.realtime.dialogue import closed, opened
 from infer.serve.realtime.items import ConversationItem
@@ -50,8 +50,8 @@ class Transcripts:
             try:
                 item.content[0].text = "" if item.content[0].silent else await self._text(item, name, where)
             except (UserError, ProtocolError) as error:
-                found = told_of(error)
-                failure = {"type": found.kind, "code": "transcription_failed", "message": str(found)}
+                cause = as_protocol_error(error)
+                failure = {"type": cause.error_type, "code": "transcription_failed", "message": str(cause)}
                 self._owner.send({"type": f"{name}.failed", **where, "error": failure})
                 return
             usage = {"type": "duration", "seconds": round(item.seconds, 3)}
@@ -91,8 +91,8 @@ class PartialTranscripts:
         self._sent_text = ""
 
     def follow(self, item: str, first: float, last: float, question: Callable[[], Any]) -> None:
-        """More of a turn has come: from second `first` to `last` of the input, for the item that it is going to be. `question`
-        makes what is asked; None where there is nothing yet."""
+        """Transcribes a turn of seconds `first` to `last` of the input, for its future item, when the next transcript is due.
+        `question` makes the question of the turn so far; None where there is nothing yet."""
         if self._task is None and last > self._asked and time.monotonic() >= self._due:
             self._due, self._asked = time.monotonic() + EVERY, last
             self._task = asyncio.create_task(self._write(item, last - first, question))
@@ -141,7 +141,7 @@ class PartialTranscripts:
         return self._session
 
     async def _text(self, session: Any, question: Any, most: int) -> str:
-        """What the model understands, none of more than that many characters; the session forgets it."""
+        """The transcript, "" where it has more than `most` characters; the session forgets it."""
         text = ""
         async with session.ask(question, "A1T1", sample_rate=PCM_RATE) as events:
             async for event in events:

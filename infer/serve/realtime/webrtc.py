@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from starlette.requests import ClientDisconnect
 
 from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.keys import LOOPBACK, Keys, Quota
+from infer.serve.realtime.configuration import merged
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
@@ -82,7 +83,8 @@ class CallTransport:
             self.channel.send(data.decode())
         except ValueError:  # larger than the client takes
             problem = f"an event of type {event['type']} with {len(data):,} bytes is larger than your data channel takes"
-            self.put({"event_id": new_id("event"), **ProtocolError(problem, "event_too_large", kind="server_error").event()})
+            error = ProtocolError(problem, "event_too_large", error_type="server_error")
+            self.put({"event_id": new_id("event"), **error.event()})
 
     def end(self, reason: str) -> None:
         if not self.ending.done():
@@ -166,9 +168,9 @@ class Call:
             await asyncio.wait_for(self._pc.close(), CLOSING)
         except asyncio.TimeoutError:
             self.session.log.warning("a connection did not close")
-        for one in (self._pc, self._transport.channel):  # what aiortc still holds does not hold the call
-            if one is not None:
-                one.remove_all_listeners()
+        for emitter in (self._pc, self._transport.channel):  # what aiortc still holds does not hold the call
+            if emitter is not None:
+                emitter.remove_all_listeners()
 
     def _changed(self) -> None:
         if self._pc.connectionState in ("failed", "closed"):
@@ -210,8 +212,8 @@ class Call:
 
 def _reason(done: set[asyncio.Future[Any]]) -> str:
     """Why a call ends, by what has ended of it; other errors than Closed are raised."""
-    for one in done:
-        error = one.exception()
+    for future in done:
+        error = future.exception()
         if isinstance(error, Closed):
             return error.reason
         if error is not None:
@@ -230,7 +232,7 @@ def checked_offer(offer: str) -> str:
         media = SessionDescription.parse(offer).media
     except Exception:  # the parser raises whatever comes
         raise _bad_offer("is no SDP") from None
-    kinds = [one.kind for one in media]
+    kinds = [section.kind for section in media]
     if sorted(kinds) != ["application", "audio"]:
         held = ", ".join(kinds)[:100] or "nothing"
         raise _bad_offer(f"must have one section of audio and one of application (a data channel); it has {held}")
@@ -239,7 +241,7 @@ def checked_offer(offer: str) -> str:
         raise _bad_offer(f"must take sound (a=sendrecv or a=recvonly); it says {sound.direction}")
     if not any(codec.name.lower() == "opus" for codec in sound.rtp.codecs):
         raise _bad_offer("must have Opus among its codecs")
-    if not all(one.dtls is not None and one.dtls.fingerprints for one in media):
+    if not all(section.dtls is not None and section.dtls.fingerprints for section in media):
         raise _bad_offer("must have a=fingerprint in each section")
     kept, addresses = list[str](), 0
     for line in offer.splitlines():
@@ -265,14 +267,14 @@ class Calls:
         self._asking: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def begin(self, owner: str, given: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
+    async def begin(self, owner: str, changes: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
         """A new call whose session has a configuration, and the answer to its offer. Denied where there are as many sessions as
         may be, ProtocolError where configuration or offer cannot be taken."""
         server = self._server
         server.enter(owner)
         transport = CallTransport(server.settings.limits.unread_bytes)
         try:
-            session = server.begin(transport, given, wants_omni)
+            session = server.begin(transport, changes, wants_omni)
         except ProtocolError:
             server.keys.leave(owner)
             raise
@@ -347,7 +349,7 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
                 offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
             near = request.client is not None and request.client.host in LOOPBACK
             wants_omni = request.query_params.get("omni") == "1"
-            call, answer = await calls.begin(owner, _joined(secret, session), offer, near, wants_omni)
+            call, answer = await calls.begin(owner, merged(secret, session), offer, near, wants_omni)
         except (Denied, HTTPException):
             raise
         except ClientDisconnect:
@@ -372,10 +374,10 @@ def add_calls(app: FastAPI, server: Server) -> Calls:
 
 async def _read(request: Request) -> tuple[str, Event]:
     """A request's offer and configuration, of a body of `application/sdp` or a form; ProtocolError where it has none."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/sdp":
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type == "application/sdp":
         return (await request.body()).decode("utf-8", "replace"), {}
-    if kind != "multipart/form-data":
+    if content_type != "multipart/form-data":
         raise ProtocolError("send the offer as application/sdp, or as multipart/form-data with sdp and session", "invalid_form")
     try:
         async with request.form(max_files=2, max_fields=8) as form:
@@ -386,21 +388,12 @@ async def _read(request: Request) -> tuple[str, Event]:
         raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
     if offer is None:
         raise ProtocolError("the form has no sdp, the offer", "missing_required_parameter", "sdp")
-    given = read_json(session or "{}", "session", "session")
-    if not isinstance(given, dict):
+    configuration = read_json(session or "{}", "session", "session")
+    if not isinstance(configuration, dict):
         raise ProtocolError("session is no object; send one", "invalid_json", "session")
-    return offer, given
+    return offer, configuration
 
 
 async def _text(field: UploadFile | str | None) -> str | None:
     """A form's field, which some clients send as a file."""
     return (await field.read()).decode("utf-8", "replace") if isinstance(field, UploadFile) else field
-
-
-def _joined(below: Mapping[str, Any], above: Event) -> Event:
-    """Two configurations in one: what the second does not say is as in the first."""
-    out = dict(below)
-    for key, value in above.items():
-        old = out.get(key)
-        out[key] = _joined(old, value) if isinstance(old, Mapping) and isinstance(value, dict) else value
-    return out

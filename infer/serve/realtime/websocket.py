@@ -14,17 +14,17 @@ import numpy as np
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
-from infer.serve.errors import Denied
+from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.keys import Keys
 from infer.serve.realtime.playback import Outlet, SentOutlet
-from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.protocol import Event
 from infer.serve.realtime.session import EXPIRED, POLICY, Closed, RealtimeSession, SessionBounds
 
 RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
 """Close codes of WebSockets: the server ends, connect again; another server, or later; a fault."""
 
 GONE = (WebSocketDisconnect, RuntimeError, OSError, asyncio.TimeoutError)
-"""What a socket raises whose client has gone, or does not take what is sent."""
+"""Errors of a socket whose client has gone, or does not read."""
 
 CLOSING = 5.0  # seconds that a client has to take its last events
 
@@ -148,7 +148,7 @@ def _end_of(task: asyncio.Task[Any]) -> tuple[int, str]:
 
 async def refuse(socket: WebSocket, error: Denied) -> None:
     """Accept a socket only to tell why it is closed: clients show events, but hide the status of a handshake."""
-    event = {"event_id": "event_refused", **ProtocolError(str(error), error.code, kind=error.kind).event()}
+    event = {"event_id": "event_refused", **as_protocol_error(error).event()}
     with contextlib.suppress(*GONE):
         await socket.accept("realtime" if "realtime" in socket.scope.get("subprotocols", []) else None)
         await asyncio.wait_for(socket.send_text(json.dumps(event)), CLOSING)

@@ -9,21 +9,23 @@ import io
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import soundfile
 
 from infer.pcm import PCM_RATE, Resampler, encode
-from infer.serve.errors import AGAIN, Failure
+from infer.serve.errors import Failure
 from infer.serve.realtime.protocol import Event
-from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.results import AudioChunk, Ended
 from omni.generate.results import Event as Output
 from omni.tasks import Turn
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from omni.generate.answer_stream import AnswerStream
     from omni.generate.messages import Message
 
@@ -64,34 +66,13 @@ def _unbroken(event: Output) -> Output:
     if isinstance(event, Ended) and event.reason == "error":
         raise Failure(500, event.error or "the answer broke", "server_error", "server_error")
     if isinstance(event, Ended) and event.reason == "cancelled":
-        raise Failure(503, "the answer was cancelled by the server; ask again", "server_error", "server_error", again=AGAIN)
+        raise Failure(503, "the answer was cancelled by the server; ask again", "server_error", "server_error", retry=True)
     return event
 
 
-class Whole(NamedTuple):
-    """All of an answer: its text, its chunks of sound, and its end."""
-
-    text: str
-    chunks: Sequence[AudioChunk]
-    ended: Ended
-
-
-async def whole(answer: AnswerStream) -> Whole:
-    """Wait for all of an answer; raises as `begun` does."""
-    text, chunks = [], []
-    async for event in await begun(answer):
-        if isinstance(event, TextDelta):
-            text.append(event.text)
-        elif isinstance(event, AudioChunk):
-            chunks.append(event)
-        elif isinstance(event, Ended):
-            ended = event
-    return Whole("".join(text), chunks, ended)
-
-
 @dataclass(frozen=True)
-class Used:
-    """Tokens of a conversation, ids of text and positions of sound: read up to its last question, and written in its last
+class TokenCounts:
+    """Token counts of a conversation (ids of text, positions of sound): read up to the last question, written in the last
     answer."""
 
     read_text: int = 0
@@ -108,25 +89,25 @@ class Used:
         return self.written_text + self.written_audio
 
 
-def used(turns: Sequence[Turn]) -> Used:
-    """What the last turn used; `turns` of the engine's session."""
+def token_counts(turns: Sequence[Turn]) -> TokenCounts:
+    """The tokens of the last of a session's turns."""
     text = audio = said = spoken = 0
     for turn in turns:
         text, audio = text + said + len(turn.system) + len(turn.question), audio + spoken + turn.features
         said, spoken = len(turn.text or ()), 0 if turn.codes is None else turn.codes.shape[1]
-    return Used(text, audio, said, spoken)
+    return TokenCounts(text, audio, said, spoken)
 
 
-def chat_usage(found: Used) -> Event:
+def chat_usage(tokens: TokenCounts) -> Event:
     """`usage` of chat completions."""
     return {
-        "prompt_tokens": found.read,
-        "completion_tokens": found.written,
-        "total_tokens": found.read + found.written,
-        "prompt_tokens_details": {"text_tokens": found.read_text, "audio_tokens": found.read_audio, "cached_tokens": 0},
+        "prompt_tokens": tokens.read,
+        "completion_tokens": tokens.written,
+        "total_tokens": tokens.read + tokens.written,
+        "prompt_tokens_details": {"text_tokens": tokens.read_text, "audio_tokens": tokens.read_audio, "cached_tokens": 0},
         "completion_tokens_details": {
-            "text_tokens": found.written_text,
-            "audio_tokens": found.written_audio,
+            "text_tokens": tokens.written_text,
+            "audio_tokens": tokens.written_audio,
             "reasoning_tokens": 0,
         },
     }
@@ -137,21 +118,21 @@ class KeptAnswers:
 
     def __init__(self, most: int = KEPT, seconds: float = KEPT_SECONDS) -> None:
         self._most, self._seconds = most, seconds
-        self._found: OrderedDict[str, tuple[str, float, Message]] = OrderedDict()  # owner, end, answer; oldest first
+        self._answers: OrderedDict[str, tuple[str, float, Message]] = OrderedDict()  # owner, end, answer; oldest first
 
     def add(self, answer_id: str, owner: str, answer: Message) -> int:
         """Keep an answer for the owner of a key; returns when it is forgotten, in seconds since 1970."""
         end = time.time() + self._seconds
-        self._found[answer_id] = (owner, end, answer)
-        for old, (_, until, _) in list(self._found.items()):
-            if len(self._found) <= self._most and until >= time.time():
+        self._answers[answer_id] = (owner, end, answer)
+        for old, (_, until, _) in list(self._answers.items()):
+            if len(self._answers) <= self._most and until >= time.time():
                 break
-            del self._found[old]
+            del self._answers[old]
         return int(end)
 
     def find(self, answer_id: str, owner: str) -> Message | None:
         """The answer of that id; None where there is none any more, or it is another's."""
-        whose, end, answer = self._found.get(answer_id, ("", 0.0, None))
+        whose, end, answer = self._answers.get(answer_id, ("", 0.0, None))
         return answer if whose == owner and end >= time.time() else None
 
 
@@ -177,11 +158,10 @@ def encoded(samples: np.ndarray, form: str) -> bytes:
     return out.getvalue()
 
 
-def joined(chunks: Iterable[AudioChunk], rate: int) -> np.ndarray:
-    """Samples [S] at 24 kHz of all chunks of an answer at `rate` samples per second."""
+def resampled(sound: Tensor, rate: int) -> np.ndarray:
+    """Samples [S] at 24 kHz of an answer's sound [S] at `rate` samples per second."""
     resampler = Resampler(rate, PCM_RATE)
-    pieces: list[Any] = [resampler.push(chunk.samples.numpy()) for chunk in chunks]
-    return np.concatenate([*pieces, resampler.finish()])
+    return np.concatenate([resampler.push(sound.numpy()), resampler.finish()])
 
 
 async def raw(events: AsyncIterator[Output], rate: int) -> AsyncIterator[bytes]:

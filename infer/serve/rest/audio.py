@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from infer.pcm import PCM_RATE, to_int16
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
-from infer.serve.rest.answers import MEDIA, encoded, joined, raw, used, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, token_counts, wav_header
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.vad import SpeechStream
@@ -60,8 +60,8 @@ async def speak(job: Job) -> Response:
     options = job.server.settings.answering.keywords()
     options["adapter"] = job.server.voices.adapter(body.voice)
     if body.form not in ("pcm", "wav"):
-        found = await job.whole(body.input, "T1A1", **options)
-        data = await asyncio.to_thread(lambda: encoded(joined(found.chunks, rate), body.form))
+        _, sound, _ = await job.whole(body.input, "T1A1", **options)
+        data = await asyncio.to_thread(lambda: encoded(resampled(sound, rate), body.form))
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
@@ -88,8 +88,8 @@ async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event
     async for piece in pieces:
         yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
     session = job.session
-    found = used(await asyncio.to_thread(lambda: session.turns))
-    usage = {"input_tokens": found.read, "output_tokens": found.written, "total_tokens": found.read + found.written}
+    tokens = token_counts(await asyncio.to_thread(lambda: session.turns))
+    usage = {"input_tokens": tokens.read, "output_tokens": tokens.written, "total_tokens": tokens.read + tokens.written}
     yield {"type": "speech.audio.done", "usage": usage}
 
 
@@ -117,7 +117,7 @@ async def transcribe(job: Job) -> Response:
     if body.stream:
         events = await job.begun(clip, "A1T1", **options) if spoken else None
         return event_stream(job, _deltas(events, usage))
-    text = (await job.whole(clip, "A1T1", **options)).text.strip() if spoken else ""
+    text = (await job.whole(clip, "A1T1", **options))[0].strip() if spoken else ""
     if body.response_format == "text":
         return PlainTextResponse(f"{text}\n")
     if body.response_format == "json":
@@ -128,16 +128,16 @@ async def transcribe(job: Job) -> Response:
 
 
 def read_fields(form: FormData) -> TranscriptionRequest:
-    """The fields of a form; ProtocolError with the place of one that cannot be."""
-    given: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str) and value}
-    if given.get("response_format") in TIMED:
-        message = f"response_format {given['response_format']!r} tells times, which this model does not know; use json"
+    """The fields of a form; ProtocolError names one with a bad value."""
+    fields: dict[str, Any] = {name: value for name, value in form.items() if isinstance(value, str) and value}
+    if fields.get("response_format") in TIMED:
+        message = f"response_format {fields['response_format']!r} tells times, which this model does not know; use json"
         raise ProtocolError(message, "unsupported_value", "response_format")
-    for name in given:
+    for name in fields:
         if name.removesuffix("[]") in UNKNOWN:
             message = f"{name} asks for times, speakers or log probabilities, which this model does not know; leave it out"
             raise ProtocolError(message, "unsupported_value", name)
-    return validated(TranscriptionRequest, given)
+    return validated(TranscriptionRequest, fields)
 
 
 async def _uploaded(form: FormData) -> bytes:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, Whole, chat_usage, encoded, joined, used
+from infer.serve.rest.answers import KeptAnswers, chat_usage, encoded, resampled, token_counts
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
 from infer.serve.settings import limited
@@ -53,7 +53,7 @@ class ChatRequest(BaseModel):
         Annotated[
             list[Annotated[str, Field(min_length=1, max_length=1000)]],
             Field(max_length=16),
-            BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+            BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         ]
         | None
     ) = None
@@ -75,8 +75,8 @@ class ChatRequest(BaseModel):
     @property
     def form(self) -> str:
         """Format of the answer's sound."""
-        given = None if self.audio is None else self.audio.format
-        return given or ("pcm16" if self.stream else "wav")
+        chosen = None if self.audio is None else self.audio.format
+        return chosen or ("pcm16" if self.stream else "wav")
 
 
 class Completions:
@@ -98,7 +98,7 @@ class Completions:
         completion = Completion(job, body, chat, self.kept)
         question, task, options = completion.asked()
         if not body.stream:
-            return JSONResponse(await completion.whole(await job.whole(question, task, **options)))
+            return JSONResponse(await completion.whole(*await job.whole(question, task, **options)))
         events = await job.begun(question, task, **options)
         return event_stream(job, completion.chunks(events), last="[DONE]")
 
@@ -124,25 +124,25 @@ class Completion:
         return chat.question, task, {**options, "history": chat.history(), "overflow": "forget"}
 
     async def _settled(self, audio_id: str) -> tuple[Event, int]:
-        """What the answer used, and when its sound is forgotten (0 for one without); it has ended."""
+        """The usage of an answer that has ended, and when its sound expires, in seconds since 1970 (0 without sound)."""
         session = self._job.session
-        usage = chat_usage(used(await asyncio.to_thread(lambda: session.turns)))
+        usage = chat_usage(token_counts(await asyncio.to_thread(lambda: session.turns)))
         if not self._body.speaks:
             return usage, 0
         answer = await asyncio.to_thread(lambda: session.last_answer)
         return usage, self._kept.add(audio_id, self._job.owner, answer)
 
-    async def whole(self, found: Whole) -> Event:
+    async def whole(self, text: str, sound: Tensor, ended: Ended) -> Event:
         """The `chat.completion`."""
         audio_id = new_id("audio")
         usage, expires = await self._settled(audio_id)
-        message: Event = {"role": "assistant", "content": found.text, "refusal": None}
+        message: Event = {"role": "assistant", "content": text, "refusal": None}
         if self._body.speaks:
-            samples = joined(found.chunks, self._rate)
+            samples = resampled(sound, self._rate)
             data = base64.b64encode(await asyncio.to_thread(encoded, samples, self._body.form)).decode()
-            message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": found.text}
+            message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": text}
             message["content"] = None
-        choice = {"index": 0, "message": message, "finish_reason": _finish(found.ended), "logprobs": None}
+        choice = {"index": 0, "message": message, "finish_reason": _finish(ended), "logprobs": None}
         return {**self._head("chat.completion"), "choices": [choice], "usage": usage}
 
     async def chunks(self, events: AsyncIterator[Output]) -> AsyncIterator[Event]:
@@ -173,8 +173,8 @@ class Completion:
         options = self._body.stream_options
         return options is not None and bool(options.include_usage)
 
-    def _head(self, kind: str) -> Event:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._job.server.voices.model}
+    def _head(self, object_type: str) -> Event:
+        return {"id": self._id, "object": object_type, "created": self._created, "model": self._job.server.voices.model}
 
     def _chunk(self, delta: Event, finish: str | None = None) -> Event:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}

@@ -22,14 +22,15 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import AGAIN, Denied, Failure, failure_of
+from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.keys import key_of
-from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, kind_of, read_json
-from infer.serve.rest.answers import Whole, begun, whole
+from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, json_type, read_json
+from infer.serve.rest.answers import begun
 from infer.serve.telemetry import LOG
 from omni.engine.client import Pace
 from omni.errors import UserError
-from omni.generate.answer_stream import AnswerStream
+from omni.generate.answer_stream import AnswerStream, joined
+from omni.generate.results import Ended
 from omni.generate.results import Event as Output
 
 if TYPE_CHECKING:
@@ -95,21 +96,21 @@ class Jobs:
         most = self.server.settings.limits.key_sessions
         if self.coming[owner] >= most:
             message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
-            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
+            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry=True)
         return Job(self, request, owner)
 
     def check_room(self, owner: str) -> None:
         """Failure where as many requests are answered as may be."""
         limits = self.server.settings.limits
         if self.server.draining:
-            raise Failure(503, "this server ends; ask again later", "server_shutting_down", "server_error", again=AGAIN)
+            raise Failure(503, "this server ends; ask again later", "server_shutting_down", "server_error", retry=True)
         if self.server.requests.total() >= limits.sessions:
             most = limits.sessions
             message = f"{most} requests are under way, as many as this server takes at once; ask again"
-            raise Failure(503, message, "server_overloaded", "server_error", again=AGAIN)
+            raise Failure(503, message, "server_overloaded", "server_error", retry=True)
         if self.server.requests[owner] >= limits.key_sessions:
             message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
-            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", again=AGAIN)
+            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry=True)
 
 
 class Job:
@@ -126,13 +127,13 @@ class Job:
 
     # --- its body -----------------------------------------------------------------------------------------------------
 
-    async def read(self, kind: type[M], most: int | None = None) -> M:
+    async def read(self, model: type[M], most: int | None = None) -> M:
         """The body as JSON, of `most` bytes where that is less than any may have; ProtocolError for no JSON, or a field of the
-        wrong kind."""
+        wrong type."""
         body = await self._within(self._body())
         if most is not None and len(body) > most:
             raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
-        return validated(kind, read_json(body))
+        return validated(model, read_json(body))
 
     async def _body(self) -> bytes:
         """All of it; ProtocolError once it is JSON that would take long to read."""
@@ -157,14 +158,14 @@ class Job:
             await form.close()
 
     async def _within(self, reading: Awaitable[T]) -> T:
-        """What is read of the body; the request then takes a place, or Failure where there is none."""
+        """Awaits the body, and counts the request among those under way; Failure after `BODY_SECONDS`, or without room."""
         try:
-            found = await asyncio.wait_for(reading, BODY_SECONDS)
+            body = await asyncio.wait_for(reading, BODY_SECONDS)
         except asyncio.TimeoutError:
             raise Failure(408, f"the body did not come within {BODY_SECONDS:g} s", "request_timeout") from None
         self._jobs.check_room(self.owner)
         self._count(self.server.requests)
-        return found
+        return body
 
     async def _receive(self) -> Any:
         if self._counted is not self._jobs.coming:
@@ -203,16 +204,16 @@ class Job:
 
         return await self.while_connected(work())
 
-    async def whole(self, question: str | Tensor, task: str, **options: Any) -> Whole:
-        """All of an answer, unless the client goes away meanwhile; arguments and errors as of `ask`."""
+    async def whole(self, question: str | Tensor, task: str, **options: Any) -> tuple[str, Tensor, Ended]:
+        """Text, sound [S] and end of an answer, unless the client goes away meanwhile; arguments and errors as of `ask`."""
 
-        async def work() -> Whole:
-            return await whole(await self.ask(question, task, "whole", **options))
+        async def work() -> list[Output]:
+            return [event async for event in await begun(await self.ask(question, task, "whole", **options))]
 
-        return await self.while_connected(work())
+        return joined(await self.while_connected(work()))
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work returns; where the client goes away meanwhile it is cancelled, and ClientDisconnect is raised."""
+        """Awaits work and returns its result; cancels it and raises ClientDisconnect where the client goes away meanwhile."""
         doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
         try:
             await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -243,14 +244,14 @@ def _close(session: Any) -> None:
         session.close()
 
 
-def validated(kind: type[M], given: Any) -> M:
-    """Values as a model has them; ProtocolError with the place of the first mistake."""
-    if not isinstance(given, dict):
-        raise ProtocolError(f"the body is {kind_of(given)}; send an object")
+def validated(model: type[M], value: Any) -> M:
+    """Validates a JSON value by a pydantic model; ProtocolError names the first field that is wrong."""
+    if not isinstance(value, dict):
+        raise ProtocolError(f"the body is {json_type(value)}; send an object")
     try:
-        return kind.model_validate(given)
+        return model.model_validate(value)
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error, given)) from None
+        raise ProtocolError(*first_mistake(error, value)) from None
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infer.serve.realtime.configuration import LONGEST_TEXT
 from infer.serve.realtime.items import from_base64
-from infer.serve.realtime.protocol import ProtocolError, kind_of, shown
+from infer.serve.realtime.protocol import ProtocolError, json_type, shown
 from omni.audio.io import SAMPLE_RATE, opened
 from omni.audio.waveform import read_sound
 from omni.errors import UserError
@@ -53,14 +53,14 @@ class ChatTurn:
         """
         answer: Any = {"role": "assistant", "content": self.answer}
         if not isinstance(self.answer, str):
-            given = self.answer or Message("assistant", "", cut=True)
-            answer = replace(given, task="A1A2" if self.spoken else "T1A2")
+            message = self.answer or Message("assistant", "", cut=True)
+            answer = replace(message, task="A1A2" if self.spoken else "T1A2")
         return [{"role": "user", "content": self.question}, answer]
 
 
 @dataclass(frozen=True)
 class Chat:
-    """What messages say: the turns before, what is to be answered, texts of system messages, and the seconds of all sound."""
+    """The content of a request: earlier turns, the question, the texts of system messages, and the seconds of all sound."""
 
     before: Sequence[ChatTurn]
     question: str | Tensor
@@ -84,13 +84,13 @@ class MessageReader:
         self._turns: list[ChatTurn] = []
         self._system: list[str] = []
         self._characters, self._seconds = 0, 0.0
-        self._empty = self._mixed = ""  # place of the user's last message where it has nothing, or text and sound
+        self._empty = self._mixed = ""  # field of the user's last message where it is empty, or has text and sound
 
     def read(self, messages: Sequence[Any]) -> Chat:
-        """What the messages say. Each sound, and the text of each message, is a turn; answers without a question, and messages
-        of tools, are left out. It decodes sound: a thread should do it. ProtocolError with the place of what cannot be read."""
-        for number, given in enumerate(messages):
-            self._message(given, f"messages.{number}")
+        """Reads all messages, and decodes their sound (call it in a thread). Each sound, and the text of each message, is a
+        turn; answers without a question, and messages of tools, are skipped. ProtocolError names the field that is wrong."""
+        for number, message in enumerate(messages):
+            self._message(message, f"messages.{number}")
         if not self._turns or self._turns[-1].answer is not None:
             if self._empty:
                 raise ProtocolError(f"{self._empty} is empty; send a question", param=self._empty)
@@ -99,77 +99,77 @@ class MessageReader:
             raise ProtocolError(f"{self._mixed} has text and sound; a question is either text or sound", param=self._mixed)
         return Chat(self._turns[:-1], self._turns[-1].question, "\n".join(self._system), self._seconds)
 
-    def _message(self, given: Any, place: str) -> None:
-        if not isinstance(given, dict):
-            raise ProtocolError(f"{place} is {kind_of(given)}; send an object", param=place)
-        role = _named(given, "role", place, f"use one of {', '.join(ROLES)}", ROLES)
-        content = given.get("content")
+    def _message(self, message: Any, param: str) -> None:
+        if not isinstance(message, dict):
+            raise ProtocolError(f"{param} is {json_type(message)}; send an object", param=param)
+        role = _named(message, "role", param, f"use one of {', '.join(ROLES)}", ROLES)
+        content = message.get("content")
         if role in ("user", "assistant"):
             self._empty = self._mixed = ""
         if role == "user":
-            parts = self._parts(content, place, sounds=True)
-            self._empty = "" if parts else f"{place}.content"
-            self._mixed = f"{place}.content" if len({isinstance(part, str) for part in parts}) > 1 else ""
+            parts = self._parts(content, param, sounds=True)
+            self._empty = "" if parts else f"{param}.content"
+            self._mixed = f"{param}.content" if len({isinstance(part, str) for part in parts}) > 1 else ""
             self._turns += [ChatTurn(part) for part in parts]
         elif role in ("system", "developer"):
-            self._system += self._parts(content, place)
+            self._system += self._parts(content, param)
         elif role == "assistant":
-            answer: Message | str | None = self._kept(given["audio"], place) if given.get("audio") else None
+            answer: Message | str | None = self._kept(message["audio"], param) if message.get("audio") else None
             if answer is None and content is not None:
-                answer = "".join(self._parts(content, place))
+                answer = "".join(self._parts(content, param))
             if answer is not None and self._turns and self._turns[-1].answer is None:
                 self._turns[-1] = replace(self._turns[-1], answer=answer)
 
-    def _kept(self, given: Any, place: str) -> Message:
-        place += ".audio.id"
-        answer_id = given.get("id") if isinstance(given, dict) else None
+    def _kept(self, audio: Any, param: str) -> Message:
+        param += ".audio.id"
+        answer_id = audio.get("id") if isinstance(audio, dict) else None
         if not isinstance(answer_id, str):
-            raise ProtocolError(f"{place} must be the id of an answer's sound", param=place)
+            raise ProtocolError(f"{param} must be the id of an answer's sound", param=param)
         answer = self._find(answer_id)
         if answer is None:
-            raise ProtocolError(f"audio not found: {answer_id[:80]!r} is unknown, or expired", "audio_not_found", place)
+            raise ProtocolError(f"audio not found: {answer_id[:80]!r} is unknown, or expired", "audio_not_found", param)
         return answer
 
-    def _parts(self, content: Any, place: str, sounds: bool = False) -> list[Any]:
+    def _parts(self, content: Any, param: str, sounds: bool = False) -> list[Any]:
         """Texts and sounds of a message, in their order; texts that follow each other are one, and blank ones are left out."""
-        place += ".content"
+        param += ".content"
         if isinstance(content, str):
             content = [{"type": "text", "text": content}]
         if not isinstance(content, list) or not content:
             raise ProtocolError(
-                f"{place} must be a text, or a list of parts",
+                f"{param} must be a text, or a list of parts",
                 "missing_required_parameter" if content is None else "invalid_value",
-                place,
+                param,
             )
-        found: list[Any] = []
+        contents: list[Any] = []
         for number, part in enumerate(content):
-            at = f"{place}.{number}"
+            part_param = f"{param}.{number}"
             if not isinstance(part, dict):
-                raise ProtocolError(f"{at} is {kind_of(part)}; send an object", param=at)
-            kinds = ("text", "input_audio") if sounds else ("text",)
-            kind = _named(part, "type", at, f"this model takes {' and '.join(kinds)} here", kinds)
-            if kind == "text":
-                text = self._text(part.get("text"), f"{at}.text")
-                if found and isinstance(found[-1], str):
-                    found[-1] += f"\n{text}"
+                raise ProtocolError(f"{part_param} is {json_type(part)}; send an object", param=part_param)
+            types = ("text", "input_audio") if sounds else ("text",)
+            part_type = _named(part, "type", part_param, f"this model takes {' and '.join(types)} here", types)
+            if part_type == "text":
+                text = self._text(part.get("text"), f"{part_param}.text")
+                if contents and isinstance(contents[-1], str):
+                    contents[-1] += f"\n{text}"
                 else:
-                    found.append(text)
+                    contents.append(text)
             else:
-                found.append(self._sound(part.get("input_audio"), f"{at}.input_audio"))
-        return [part for part in found if not isinstance(part, str) or part.strip()]
+                contents.append(self._sound(part.get("input_audio"), f"{part_param}.input_audio"))
+        return [part for part in contents if not isinstance(part, str) or part.strip()]
 
-    def _text(self, given: Any, place: str) -> str:
-        if not isinstance(given, str):
-            raise ProtocolError(f"{place} must be a text", param=place)
-        self._characters += len(given)
+    def _text(self, text: Any, param: str) -> str:
+        if not isinstance(text, str):
+            raise ProtocolError(f"{param} must be a text", param=param)
+        self._characters += len(text)
         if self._characters > LONGEST_TEXT:
             message = f"the messages have more than {LONGEST_TEXT:,} characters; leave the oldest out"
             raise ProtocolError(message, "context_length_exceeded", "messages")
-        return given
+        return text
 
-    def _sound(self, given: Any, place: str) -> Tensor:
-        data = from_base64(given.get("data") if isinstance(given, dict) else None, f"{place}.data")
-        clip = decoded(data, min(self._longest, MOST_SECONDS), f"{place}.data")
+    def _sound(self, audio: Any, param: str) -> Tensor:
+        data = from_base64(audio.get("data") if isinstance(audio, dict) else None, f"{param}.data")
+        clip = decoded(data, min(self._longest, MOST_SECONDS), f"{param}.data")
         self._seconds += len(clip) / SAMPLE_RATE
         if self._seconds > MOST_SECONDS:
             message = f"the messages have more than {MOST_SECONDS:g} s of sound; leave the oldest out"
@@ -177,39 +177,39 @@ class MessageReader:
         return clip
 
 
-def _named(given: dict[str, Any], name: str, place: str, way: str, known: Sequence[str]) -> str:
+def _named(values: dict[str, Any], name: str, param: str, way: str, known: Sequence[str]) -> str:
     """A name of an object, one of those that are known."""
-    place, found = f"{place}.{name}", given.get(name)
-    if isinstance(found, str) and found in known:
-        return found
-    if name not in given:
-        raise ProtocolError(f"{place} is missing; {way}", "missing_required_parameter", place)
-    raise ProtocolError(f"{place} is {shown(found)}; {way}", param=place)
+    param, value = f"{param}.{name}", values.get(name)
+    if isinstance(value, str) and value in known:
+        return value
+    if name not in values:
+        raise ProtocolError(f"{param} is missing; {way}", "missing_required_parameter", param)
+    raise ProtocolError(f"{param} is {shown(value)}; {way}", param=param)
 
 
 async def in_decoder(work: Callable[..., T], *arguments: Any) -> T:
-    """What a function that decodes sound returns. Of all requests two run at once: the memory that decoding takes is theirs."""
+    """Runs a function that decodes sound in one of two threads for all requests, which bounds the memory of decoding."""
     return await asyncio.get_running_loop().run_in_executor(_DECODERS, work, *arguments)
 
 
-def decoded(data: bytes, longest: float, place: str) -> Tensor:
-    """Samples [S] at 16 kHz of a sound file's bytes; ProtocolError with the place where it is none that is read here, is cut,
+def decoded(data: bytes, longest: float, param: str) -> Tensor:
+    """Samples [S] at 16 kHz of a sound file's bytes; ProtocolError where the file is unreadable or cut,
     or has too many channels, too high a rate, or less than `SHORTEST` or more than `longest` seconds."""
     if not data:
-        raise ProtocolError(f"{place} is empty; send a sound file", "invalid_audio", place)
+        raise ProtocolError(f"{param} is empty; send a sound file", "invalid_audio", param)
     try:
         with opened(data, f"sound of {len(data)} bytes") as recording:
             rate, channels = recording.rate, recording.channels
         if channels > MOST_CHANNELS:
-            raise ProtocolError(f"{place} has {channels} channels; send mono or stereo", "invalid_audio", place)
+            raise ProtocolError(f"{param} has {channels} channels; send mono or stereo", "invalid_audio", param)
         if rate > MOST_RATE:
-            raise ProtocolError(f"{place} has {rate:,} Hz; send at most {MOST_RATE:,}", "invalid_audio", place)
+            raise ProtocolError(f"{param} has {rate:,} Hz; send at most {MOST_RATE:,}", "invalid_audio", param)
         clip = read_sound(data, SAMPLE_RATE, max_seconds=longest)
     except UserError as error:
-        raise ProtocolError(f"{place}: {error}", "invalid_audio", place) from None
+        raise ProtocolError(f"{param}: {error}", "invalid_audio", param) from None
     if len(clip) < SHORTEST * SAMPLE_RATE:
         seconds = len(clip) / SAMPLE_RATE
         raise ProtocolError(
-            f"{place} is too short: {seconds:.3g} s of sound; send {SHORTEST:g} s or more", "audio_too_short", place
+            f"{param} is too short: {seconds:.3g} s of sound; send {SHORTEST:g} s or more", "audio_too_short", param
         )
     return clip

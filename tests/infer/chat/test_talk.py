@@ -325,6 +325,7 @@ def hesitant(sound: FakeSound) -> Iterator[Any]:
         time.sleep(0.004)
 
 
+@pytest.mark.long
 def test_the_models_turn_head_ends_questions_where_it_has_one(talk: Talks, judging: Path) -> None:
     def asked(*words: str) -> list[float]:
         talked = talk(hesitant, "--headphones", "--model", judging, *words, *SHORT)

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from fractions import Fraction
+from operator import attrgetter
 from typing import Any
 
 import httpx2
@@ -26,6 +27,24 @@ from infer.serve.settings import Answering, ServerLimits, ServeSettings
 KEYS = ("the-first-key-of-all", "the-second-key-of-all")
 
 RATE = 48_000
+
+
+class LocalEngine:
+    """A model's engine in this process, with what a server calls of an `EngineProcess`; `alive` may be set."""
+
+    def __init__(self, lm: Any) -> None:
+        self._lm, self.alive = lm, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lm, name)
+
+    def call(self, name: str, *args: Any, **values: Any) -> Any:
+        found = attrgetter(name)(self._lm)
+        return found(*args, **values) if callable(found) else found
+
+    def close(self) -> None:
+        if self.alive:  # a lost one shares its model with the next
+            self._lm.engine.close()
 
 
 def tone(seconds: float, hertz: float = 440) -> np.ndarray:

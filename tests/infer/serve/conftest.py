@@ -22,7 +22,7 @@ from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from infer.serve.telemetry import Metrics
 from infer.turns.vad import VoiceActivity
 from omni.generate.speech_lm import SpeechLM
-from tests.infer.serve.caller import calls
+from tests.infer.serve.caller import LocalEngine, calls
 
 __all__ = ["calls"]
 
@@ -137,7 +137,7 @@ def nothing_goes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def host(lm: SpeechLM) -> EngineHost:
-    made = EngineHost(lambda: lm)
+    made = EngineHost(lambda: LocalEngine(lm))
     made.open()
     return made
 

@@ -89,7 +89,7 @@ def left(*kinds: type) -> list[Any]:
     return [one for one in gc.get_objects() if type(one) in kinds]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("doing", [turns, interrupted, mistakes, broken_off])
 @pytest.mark.usefixtures("uncollected")
 def test_a_closed_session_is_freed_by_itself(host: EngineHost, settings: ServeSettings, doing: Doing) -> None:

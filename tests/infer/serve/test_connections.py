@@ -20,8 +20,8 @@ from infer.serve.realtime.session import SessionBounds
 from infer.serve.realtime.webrtc import CONNECTING
 from infer.serve.settings import ServerLimits, ServeSettings
 from infer.serve.telemetry import LOG
-from tests.infer.serve.caller import Caller
-from tests.infer.serve.test_server import Flaky, closed, event, opened, serve
+from tests.infer.serve.caller import Caller, LocalEngine
+from tests.infer.serve.test_server import closed, event, opened, serve
 
 __all__ = ["serve"]
 
@@ -69,7 +69,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("people", "ms"), [(48, 20), (64, 20), (64, 10)])
 def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     people: int, ms: int, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +117,7 @@ def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve
 # --- frames below messages --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("begin", "repeated"),
     [
@@ -234,7 +234,7 @@ def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
 COSTLY = [b"{}" * 60_000, b"[" * 60_000, b'{"messages": [' + b"1," * 60_000 + b"1]}", b'{"a": "' + b"{" * 60_000 + b'"}']
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("given", COSTLY, ids=["objects", "nested", "list", "text"])
 def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     place, _ = serve()
@@ -262,12 +262,12 @@ def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monk
 def test_while_the_engine_restarts_clients_are_told_to_come_again(serve: Any, lm: Any, monkeypatch: Any) -> None:
     failures: list[str] = []
     monkeypatch.setattr(LOG, "exception", failures.append)
-    made: list[Flaky] = []
+    made: list[LocalEngine] = []
 
-    def start() -> Flaky:
+    def start() -> LocalEngine:
         if made:
             time.sleep(1.5)
-        made.append(Flaky(lm))
+        made.append(LocalEngine(lm))
         return made[-1]
 
     engine = EngineHost(start)

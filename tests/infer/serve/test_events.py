@@ -171,7 +171,7 @@ BAD = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BAD)
 def test_a_mistake_is_an_error_event_that_names_the_clients(talk: Any, name: str) -> None:
     event, code = BAD[name]
@@ -314,7 +314,7 @@ def test_answers_are_freed_as_soon_as_another_one_follows(talk: Any) -> None:
 # --- what clients send in ways of their own ---------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 3, 999, 4801, 65537])
 def test_pieces_of_any_size_are_the_same_sound(talk: Any, size: int) -> None:
     sound = base64.b64decode(pcm(noise(0.2 if size < 99 else 2.0)))
@@ -408,7 +408,7 @@ def written(text: str, role: str = "user") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("detection", [None, {"type": "server_vad"}, {"type": "semantic_vad"}])
 def test_a_committed_sound_without_speech_has_no_answer(talk: Any, detection: Any) -> None:
     silence = np.zeros(24_000) if detection is None else noise(1.0)

@@ -68,7 +68,7 @@ async def hear_nothing(client: Client) -> float:
     return 0.0
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", [cut_while_it_plays, truncate_after_it_ended, hear_less_than_was_counted, hear_nothing])
 def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_said(talk: Any, lm: Any, cut: Any) -> None:
     async def body(client: Client) -> tuple[list[Any], str, list[np.ndarray], list[Any]]:
@@ -131,6 +131,7 @@ def test_a_cut_longer_than_the_answer_is_refused(talk: Any) -> None:
     talk(body)
 
 
+@pytest.mark.long
 def test_an_older_answer_is_cut_and_the_next_one_knows_it(talk: Any, lm: Any) -> None:
     async def body(client: Client) -> None:
         first = (await client.ask("one"))["output"][0]["id"]

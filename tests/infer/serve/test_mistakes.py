@@ -18,6 +18,7 @@ from omni.engine.wire import EngineLost
 from omni.generate.question import longest
 from omni.generate.results import Ended, Timings
 from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
 from tests.infer.serve.test_events import check_known
 
@@ -79,7 +80,7 @@ BAD_ITEMS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BAD_ITEMS)
 def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> None:
     item, field, told = BAD_ITEMS[name]
@@ -105,7 +106,7 @@ POISON = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
 @pytest.mark.parametrize("name", POISON)
 def test_what_got_in_all_the_same_is_left_out_of_later_questions(talk: Any, lm: SpeechLM, name: str, asked: bool) -> None:
@@ -133,7 +134,7 @@ def of(lm: SpeechLM, settings: ServeSettings, body: Any, **answering: Any) -> No
     """Run a body with a client of a server whose answers have other settings."""
 
     async def whole() -> None:
-        host = EngineHost(lambda: lm)
+        host = EngineHost(lambda: LocalEngine(lm))
         host.open()
         client = Client(host, replace(settings, answering=replace(settings.answering, **answering)), MANUAL)
         try:

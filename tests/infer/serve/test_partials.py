@@ -14,6 +14,7 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime import transcripts
 from infer.serve.realtime.transcripts import EVENT, PartialTranscripts
 from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import Client, noise, pcm, with_client
 from tests.infer.serve.test_turn_sound import append, chunked  # noqa: F401
 from tests.infer.serve.test_turns import at24, say
@@ -30,7 +31,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(chunked: SpeechLM, settings: Any) -> Iterator[Run]:  # noqa: F811
-    host = EngineHost(lambda: chunked)
+    host = EngineHost(lambda: LocalEngine(chunked))
     host.open()
 
     def run(body: Any, wanted: bool = True, detection: Any = None, **given: Any) -> Any:
@@ -67,7 +68,7 @@ def told(client: Client) -> list[dict[str, Any]]:
     return [event for event in client.events if event["type"] == EVENT]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("heard", [True, False])
 def test_they_are_told_for_the_item_that_is_committed(run: Run, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not heard:

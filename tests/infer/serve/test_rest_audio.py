@@ -18,11 +18,10 @@ from fastapi import FastAPI
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.rest.answers import MEDIA, encoded, joined, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, resampled, wav_header
 from infer.serve.rest.audio import SPEECH
 from infer.serve.rest.messages import decoded
 from infer.serve.settings import ServeSettings
-from omni.generate.results import AudioChunk
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.conftest import noise
 from tests.infer.serve.test_rest_jobs import app, error_of, nothing_left, post, use
@@ -53,7 +52,7 @@ def short_transcripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at_24khz(answer: Any) -> np.ndarray:
     """Samples [S] of an answer of the model, as responses have them."""
-    return joined([AudioChunk(answer.audio)], answer.sample_rate)
+    return resampled(answer.audio, answer.sample_rate)
 
 
 def read(data: bytes, form: str) -> np.ndarray:
@@ -68,7 +67,7 @@ def read(data: bytes, form: str) -> np.ndarray:
 # --- transcriptions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
 def test_a_transcription_is_the_models(app: FastAPI, lm: SpeechLM, form: str) -> None:
     data = wav(form=form)
@@ -117,7 +116,7 @@ def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
     assert error_of(broken, 400)["code"] == "invalid_form"
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "codec"), [("ipod", "aac"), ("mp4", "aac"), ("webm", "libopus"), ("adts", "aac")])
 def test_what_browsers_and_telephones_record_is_transcribed(app: FastAPI, lm: SpeechLM, form: str, codec: str) -> None:
     data = by_ffmpeg(noise(0.6, 0, 48_000), form, codec, 48_000)
@@ -180,7 +179,7 @@ def test_a_file_that_unfolds_is_refused_before_it_is_decoded(app: FastAPI, monke
 # --- speech -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["mp3", "wav", "flac", "opus", "pcm"])
 def test_speech_is_the_models_in_every_format(app: FastAPI, lm: SpeechLM, form: Any) -> None:
     wanted = at_24khz(lm.generate(TEXT, "T1A1", **OPTIONS))
@@ -213,7 +212,7 @@ def test_speech_is_mp3_by_default_and_comes_in_chunks(app: FastAPI) -> None:
     assert soundfile.info(io.BytesIO(mp3)).format == "MP3" and len(pcm) == 48_000
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", ["pcm", "wav", "flac"])
 def test_speech_as_events(app: FastAPI, lm: SpeechLM, form: str) -> None:
     given = {"input": TEXT, "voice": "alloy", "response_format": form}

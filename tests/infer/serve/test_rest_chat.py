@@ -54,7 +54,7 @@ def complete(app: FastAPI, messages: list[Any], key: str = "none", **options: An
 # --- one question -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.9, "top_p": 0.5, "seed": -3}], ids=str
 )
@@ -73,7 +73,7 @@ def test_a_written_question_in_writing(app: FastAPI, lm: SpeechLM, sampling: Any
         assert complete(app, [text_of(TEXT)], top_p=0).choices[0].message.content == wanted.text
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["wav", "mp3", "flac", "opus", "pcm16"])
 def test_a_spoken_question_in_sound(app: FastAPI, lm: SpeechLM, form: str) -> None:
     data = wav()
@@ -224,7 +224,7 @@ def test_answers_are_kept_for_a_time_and_up_to_a_number(monkeypatch: pytest.Monk
     now += 11
     assert kept.find("b", "me") is None
     kept.add("d", "me", answer)
-    assert list(kept._found) == ["d"]
+    assert list(kept._answers) == ["d"]
 
 
 def test_system_messages_where_the_server_uses_them(

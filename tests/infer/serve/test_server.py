@@ -25,6 +25,7 @@ from infer.serve.host import EngineHost
 from infer.serve.serve import configured
 from infer.serve.server import Server
 from infer.serve.settings import ServerLimits, ServeSettings
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL, noise, pcm
 
 KEY = "k" * 20
@@ -198,7 +199,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.serve.realtime.session.LOOK", 0.2)
@@ -218,6 +219,7 @@ def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, mo
     assert emptied(server)
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_closed_and_others_are_not(serve: Any) -> None:
     place, server = serve(unread_bytes=200_000)
 
@@ -256,21 +258,11 @@ def test_health_metrics_and_headers(serve: Any) -> None:
     assert httpx.post(f"http://{place}/v1/chat/completions", content=b"x" * 30 * 2**20).status_code == 413
 
 
-class Flaky:
-    """An engine that can be lost, as one whose process was killed."""
-
-    def __init__(self, lm: Any) -> None:
-        self._lm, self.alive = lm, True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lm, name)
-
-
 def test_a_crash_of_the_engine_is_told_and_another_is_started(serve: Any, lm: Any) -> None:
-    made: list[Flaky] = []
+    made: list[LocalEngine] = []
 
-    def start() -> Flaky:
-        made.append(Flaky(lm))
+    def start() -> LocalEngine:
+        made.append(LocalEngine(lm))
         return made[-1]
 
     engine = EngineHost(start)

@@ -18,9 +18,12 @@ from openai import AsyncOpenAI
 from infer.serve.host import EngineHost
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from omni.generate.speech_lm import SpeechLM
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL
 from tests.infer.serve.talking import AGAIN, ANSWERS, CONVERSATIONS, COUNT, RATE, ask_aloud, spoken, teach
 from tests.infer.serve.test_server import serve  # noqa: F401
+
+pytestmark = pytest.mark.long
 
 AT_ONCE = 60.0
 """Seconds of sound ahead of what is played: answers come as fast as they are made."""
@@ -33,7 +36,7 @@ def taught() -> SpeechLM:
 
 @pytest.fixture(scope="module")
 def host(taught: SpeechLM) -> Iterator[EngineHost]:
-    made = EngineHost(lambda: taught)
+    made = EngineHost(lambda: LocalEngine(taught))
     made.open()
     yield made
     made.close()

@@ -23,6 +23,7 @@ from omni.generate.turn_end import RULES, TurnFrames, TurnListener
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import Client, pcm
 from tests.infer.turns.test_turns import at24, say
 
@@ -85,7 +86,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[EngineHost]:
     model = SpeechModel(config).eval()
     torch.nn.init.zeros_(model.turn_head.weight)
     model.turn_head.bias.data[:] = torch.tensor([9.0, request.param])
-    host = EngineHost(lambda: SpeechLM(model, Tokenizer.bytes(), Codec2Codec()))
+    host = EngineHost(lambda: LocalEngine(SpeechLM(model, Tokenizer.bytes(), Codec2Codec())))
     host.open()
     yield host
     host.close()
@@ -113,7 +114,7 @@ def talk(host: EngineHost, settings: ServeSettings, seconds: float, body: Any = 
     return asyncio.run(run())
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("host", [9.0, -9.0], indirect=True)
 def test_a_session_commits_where_the_model_says_so(
     host: EngineHost, settings: ServeSettings, request: pytest.FixtureRequest

@@ -22,6 +22,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY, tiny_model
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, pcm, sound_of, with_client
 from tests.infer.serve.test_turns import at24, say
 
@@ -40,7 +41,7 @@ def chunked() -> SpeechLM:
 
 @pytest.fixture
 def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
-    host = EngineHost(lambda: chunked)
+    host = EngineHost(lambda: LocalEngine(chunked))
     host.open()
 
     def run(body: Body, given: dict[str, Any] = MANUAL) -> Any:
@@ -98,6 +99,7 @@ def test_manual_turns_are_answered_as_their_sound(run: Any, asked: list[float], 
     assert found == wanted and len(asked) == 3
 
 
+@pytest.mark.long
 def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     sounds = [at24(say(text)) for text in ("what is two plus three", "where is the cat")]
     lacking: list[int] = []

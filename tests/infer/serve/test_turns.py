@@ -17,7 +17,7 @@ async def stream(client: Client, sound: np.ndarray, since: float = 0.0) -> None:
         await client.send("input_audio_buffer.append", audio=pcm(sound[start : start + 960]))
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["server_vad", "semantic_vad"])
 def test_a_spoken_turn_is_found_committed_and_answered(talk: Any, kind: str) -> None:
     sound = at24(say("what is two plus three"))
@@ -42,6 +42,7 @@ def test_a_spoken_turn_is_found_committed_and_answered(talk: Any, kind: str) -> 
     talk(body, given={"type": "realtime", "audio": {"input": {"turn_detection": {"type": kind}}}})
 
 
+@pytest.mark.long
 def test_speech_interrupts_and_a_backchannel_does_not(talk: Any) -> None:
     async def body(client: Client) -> None:
         await client.send("input_audio_buffer.append", audio=pcm(noise(0.5)))

@@ -68,7 +68,7 @@ def test_a_browser_s_way_and_hanging_up(calls: Any) -> None:
     calls(body)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["output_audio_buffer.clear", "response.cancel", "conversation.item.truncate", "speech"])
 def test_what_was_not_played_is_not_kept(calls: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def loud(self: Any, stream: Any, samples: np.ndarray) -> list[float]:

@@ -125,6 +125,7 @@ def hear(sounds: list[np.ndarray], piece: int = 0) -> list[list[float]]:
     return asyncio.run(body())
 
 
+@pytest.mark.long
 def test_streams_in_company_and_in_pieces_hear_what_one_alone_hears() -> None:
     sounds = [say("what is two plus three"), say("mm-hmm", "en-us+f3"), say("repeat one two", "en-gb")]
     together = hear(sounds, piece=700)

@@ -39,7 +39,7 @@ def remembered(folder: Path, config: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s["method"])
 def test_an_absent_task_takes_no_part(tmp_path: Path, section: dict[str, Any]) -> None:
     """Data without T1A2 (or A1A2, where a task must be heard): its state is that of the beginning, its absence is counted."""
@@ -87,7 +87,7 @@ def poisoned(parts: Any, at: int) -> Any:
     return replace(parts, steps=some)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "section", [{"method": name, "level": "parameters"} for name in ("upgrad", "nashmtl", "moco")] + [{"method": "forum"}],
     ids=lambda s: s["method"],
@@ -106,7 +106,7 @@ def test_a_step_of_which_no_task_is_a_number_is_left_out(tmp_path: Path, section
     assert all(row[f"absent/{task}"] == 1 for row in read_table(tmp_path / "2" / BALANCE)[1:] for task in source.tasks)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("section", "calls"), [(SECTIONS[0], 2), (SECTIONS[1], 2), (SECTIONS[3], 2)])
 def test_a_step_that_is_left_out_is_forgotten(tmp_path: Path, section: dict[str, Any], calls: int) -> None:
     """Clips of nan reach every task that shares a row: the step is skipped, and weights and state are as if it had not been."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -125,6 +126,7 @@ def main() -> None:
     leave()
 
 
+@pytest.mark.long
 def test_two_processes_are_one() -> None:
     both = two("tests.train.balance.test_processes")
     assert [ended.code for ended in both] == [0, 0], both

@@ -70,7 +70,7 @@ def moved(folder: Path, section: BalanceConfig | None) -> Tensor:
     return torch.cat([(found[f"model.{name}"] - t).flatten() for name, t in start.items() if t.is_floating_point()])
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
     ("method", "level"), [("inverse", "loss"), ("loudest", "features"), ("loudest", "parameters"), ("still", "loss")]

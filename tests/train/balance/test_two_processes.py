@@ -128,7 +128,7 @@ def test_sharded_memory_asks_for_as_many_processes(together: Path) -> None:
         balanced_fit(config)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "section", [{"method": "dwa"}, {"method": "stch"}, {"method": "mgda", "level": "features"}, {"method": "upgrad"}]
 )
@@ -157,7 +157,7 @@ def test_adapters_learn_balanced(tmp_path: Path, section: dict[str, Any]) -> Non
         assert changed == (".lora." in name), name
 
 
-@pytest.mark.few(5)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

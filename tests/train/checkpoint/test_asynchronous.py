@@ -68,7 +68,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], threading.
 OPTIMIZERS = [OptimizerConfig(lr=1e-2), OptimizerConfig(name="muon"), OptimizerConfig(name="paged_adamw_8bit")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.name)
 def test_a_checkpoint_is_of_one_step_and_bitwise_what_a_synchronous_save_writes(
     tmp_path: Path, held: Callable[[int], threading.Event], optimizer: OptimizerConfig
@@ -173,6 +173,7 @@ def test_a_failure_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: py
     assert seen == [0, 1, 2, 3] and not list((tmp_path / "checkpoints").iterdir())
 
 
+@pytest.mark.long
 def test_killed_while_it_writes_a_run_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
     """kill -9 in step 6, while the checkpoint of step 4 is complete but for its name."""
     options = {"folder": str(tmp_path), "every": 2, "kill": ["SIGKILL", 5], "asynchronous": True, "hold": ["sync", 4, 99]}

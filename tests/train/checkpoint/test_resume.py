@@ -59,7 +59,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return out
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("stops", [[1], [2, 5], [7]])
 def test_stopped_by_a_signal_at_any_step(

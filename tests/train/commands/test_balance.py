@@ -72,7 +72,7 @@ def test_a_level_stands_behind_its_method(tmp_path: Path) -> None:
     assert [s.separate for s in sections.values() if s] == [("*_head.*",), ("*_head.*",), ("projector.*",)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_run_that_a_signal_stops_ends_the_command_with_the_signal_s_code(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

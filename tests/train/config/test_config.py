@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
 def test_every_recipe_names_parameters_that_exist_whatever_the_base(recipe: Path, tied: bool) -> None:
@@ -96,7 +96,7 @@ def test_a_tied_head_is_named_as_head_or_as_table() -> None:
             set_trainable(model, ["decoder.text_hat.*"])
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
 def test_recipes_with_open_answers_keep_what_has_the_lowest_held_out_loss(recipe: Path) -> None:
     config, _ = read(recipe)
@@ -126,7 +126,7 @@ def test_the_stages_train_what_the_authors_say() -> None:
     assert parts[3] >= parts[1] | parts[2] | {"encoder.whisper"}
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_written_configuration_reads_back(recipe: Path, tmp_path: Path) -> None:
     import yaml
@@ -175,7 +175,7 @@ def test_a_run_starts_from_the_model_that_ships_by_its_name() -> None:
     assert all(torch.equal(model.state_dict()[name], weight.float()) for name, weight in shipped.state_dict().items())
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("most, own, minutes", [("12", [], 12), ("", [], 25), ("12", ["--budget.minutes=3"], 3)])
 def test_the_environment_caps_the_demonstration(
     most: str, own: list[str], minutes: float, monkeypatch: pytest.MonkeyPatch

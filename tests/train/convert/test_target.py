@@ -32,7 +32,7 @@ def test_a_target_is_not_lost(lm, tmp_path):
     assert (tmp_path / "mine" / "diary").read_text() == "dear"
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("option", ["--encoder", "--lora", "--codec_folder", "--tokenizer"])
 @pytest.mark.parametrize("name", ["out", "link"])
 def test_no_input_within_the_target_is_lost(lm, tmp_path, option, name):

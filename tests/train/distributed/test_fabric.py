@@ -61,26 +61,35 @@ def losses(folder: Path, *names: str) -> torch.Tensor:
     )
 
 
+STRATEGIES = ["fsdp", pytest.param("ddp", marks=pytest.mark.long)]
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs of eight steps; those that are stopped, and the one of one process, validate every two. Most
-    are in one launch of two processes."""
+    are in one launch of two processes; where no long test is run, `one`, `fsdp` and `fsdp-stopped` alone are made."""
     top = tmp_path_factory.mktemp("runs")
     toy_fit(toy_config(top / "one", **LINES, validation=VALIDATED))
     stop, validated = {"kill": ["SIGTERM", 3]}, {"validate": VALIDATED.every_steps}
-    for name in ("one-then-two", "one-then-sharded"):
-        interrupt = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
-        toy_fit(toy_config(top / name, **LINES), toy_parts(interrupt))
-    ddp, fsdp = ({"devices": 2, "strategy": strategy} for strategy in ("ddp", "fsdp"))
-    together = [
-        {"folder": str(top / "ddp"), "fabric": ddp},
-        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **stop, **validated},
-        {"folder": str(top / "ddp-stopped"), "fabric": ddp, "kill": ["SIGINT", 5], **validated},
-        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **validated},
+    fsdp = {"devices": 2, "strategy": "fsdp"}
+    together: list[dict[str, Any]] = [
         {"folder": str(top / "fsdp"), "fabric": fsdp},
         {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **stop, **validated},
         {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, "kill": ["SIGINT", 5], **validated},
         {"folder": str(top / "fsdp-stopped"), "fabric": fsdp, **validated},
+    ]
+    if not any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items):
+        make_together(together)
+        return top
+    for name in ("one-then-two", "one-then-sharded"):
+        interrupt = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 4 else None  # noqa: E731
+        toy_fit(toy_config(top / name, **LINES), toy_parts(interrupt))
+    ddp = {"devices": 2, "strategy": "ddp"}
+    together += [
+        {"folder": str(top / "ddp"), "fabric": ddp},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **stop, **validated},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, "kill": ["SIGINT", 5], **validated},
+        {"folder": str(top / "ddp-stopped"), "fabric": ddp, **validated},
         {"folder": str(top / "sharded-then-one"), "fabric": fsdp, **stop},
         {"folder": str(top / "one-then-two"), "fabric": ddp},
         {"folder": str(top / "one-then-sharded"), "fabric": fsdp},
@@ -104,8 +113,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-@pytest.mark.parametrize("lora", ["", "lora-"], ids=["whole", "adapters"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("lora", ["", pytest.param("lora-", marks=pytest.mark.long)], ids=["whole", "adapters"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_processes_learn_what_one_learns(runs: Path, strategy: str, lora: str) -> None:
     """Shards supervise different numbers of positions: only a division by the global counts gives this."""
     one, two = losses(runs / f"{lora}one"), losses(runs / f"{lora}{strategy}")
@@ -119,7 +128,7 @@ def test_two_processes_learn_what_one_learns(runs: Path, strategy: str, lora: st
         assert_adapters_learn(runs / f"{lora}{strategy}", toy_lora())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_processes_measure_the_held_out_loss_that_one_measures(runs: Path, strategy: str) -> None:
     """Of five batches one process has three and the other two: only sums over counts of all of them give this."""
     one, two = (read_table(runs / name / VALIDATION) for name in ("one", f"{strategy}-stopped"))
@@ -129,7 +138,7 @@ def test_two_processes_measure_the_held_out_loss_that_one_measures(runs: Path, s
         assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_stopped_processes_end_bitwise_where_undisturbed_ones_end(runs: Path, strategy: str) -> None:
     """The undisturbed ones do not validate either: the running average stands in for the weights, and goes again."""
     stopped, whole = final_tensors(runs / f"{strategy}-stopped"), final_tensors(runs / strategy)
@@ -138,6 +147,7 @@ def test_two_stopped_processes_end_bitwise_where_undisturbed_ones_end(runs: Path
     assert losses(runs / f"{strategy}-stopped").shape == (8, 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_stopped_processes_log_bitwise_what_undisturbed_ones_log(runs: Path, strategy: str) -> None:
     """Each row of the log sums four steps, some before a stop and some after it; only times differ."""
@@ -149,6 +159,7 @@ def test_two_stopped_processes_log_bitwise_what_undisturbed_ones_log(runs: Path,
     assert stopped == whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["", "lora-"])
 def test_memory_is_that_of_a_process(runs: Path, name: str) -> None:
     """Shards are half as large as whole tensors, up to a row."""
@@ -164,6 +175,7 @@ def test_sharded_checkpoints_have_a_file_per_process(runs: Path) -> None:
     assert set(retention.read_state(folder)["packer_shards"]) == {"0.0", "1.0", "2.0", "3.0"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sharded-then-one", "one-then-two", "one-then-sharded"])
 def test_a_run_goes_on_with_another_number_of_processes(runs: Path, name: str) -> None:
     torch.testing.assert_close(losses(runs / name), losses(runs / "one"), rtol=1e-4, atol=1e-4)
@@ -192,7 +204,7 @@ def test_a_guard_changes_nothing_and_has_nothing_to_say(tmp_path: Path) -> None:
             assert tensor.equal(guarded[name]), name
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_two_processes_killed_and_started_again(runs: Path, tmp_path: Path, launcher: str) -> None:
     """kill -9 of one in step 5, and the launcher starts both again: they go on, also where the run was to start over."""
@@ -231,7 +243,7 @@ def test_only_the_launch_that_deleted_an_earlier_run_goes_on_with_the_present_on
     assert not restarted({**torchrun, "TORCHELASTIC_RESTART_COUNT": "0"}) and not restarted(slurm)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("block", "launcher"), [(".step-00000006.writing", "torchrun"), ("last", "srun")])
 def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, block: str, launcher: str) -> None:
     """At its beginning or at its end, where only the first process writes: the other must not wait for hours."""
@@ -241,6 +253,7 @@ def test_a_checkpoint_that_one_process_cannot_write_ends_both(tmp_path: Path, bl
     assert newest is not None and retention.read_state(newest)["step"] == int(newest.name[5:])
 
 
+@pytest.mark.long
 def test_weights_are_exported_one_by_one(tmp_path: Path) -> None:
     """The first process reads them while it writes, and the others gather with it: until the last one, or until it fails."""
     runs = []

@@ -58,7 +58,7 @@ def test_a_run_folder_that_another_process_does_not_see_is_refused(tmp_path: Pat
     launching.check_shared(there, alone)  # type: ignore[arg-type]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_whoever_waits_at_the_start(number: int) -> None:
     """The library waits in code that no handler of Python's interrupts."""

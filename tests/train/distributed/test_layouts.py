@@ -86,9 +86,13 @@ def make(top: Path, count: int, layouts: dict[str, Any], moves: Sequence[Move], 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs of one and of two processes."""
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs of one and of two processes; where no long test is run, `1-one` and `2-tensor` alone are made."""
     top = tmp_path_factory.mktemp("layouts")
+    if not any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items):
+        make(top, 1, {"one": {}}, (), adapted=False)
+        make(top, 2, {"tensor": TWO["tensor"]}, (), adapted=False)
+        return top
     make(top, 1, {"one": {}, "mixed": MIXED}, ())
     make(top, 2, {**TWO, "mixed": {**TWO["fsdp"], **MIXED}}, MOVES)
     return top
@@ -103,8 +107,10 @@ def runs_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", [*(f"2-{name}" for name in TWO), MOVES[0][0]])
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("2-ddp", "2-fsdp", "2-replicas", MOVES[0][0])]
+
+
+@pytest.mark.parametrize("name", ["2-tensor", *LONG])
 def test_each_layout_learns_what_one_process_learns(runs: Path, name: str) -> None:
     check_learnt(runs, "1-one", name)
 
@@ -115,11 +121,13 @@ def test_each_layout_of_four_learns_what_one_process_learns(runs_of_four: Path, 
     check_learnt(runs_of_four, "1-one", name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, _ in ADAPTED[2]])
 def test_each_layout_learns_the_adapters_that_one_process_learns(runs: Path, name: str) -> None:
     check_learnt(runs, "1-lora-one", f"2-lora-{name}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [f"{kind}-{name}" for kind in ("taught", "taught-lora") for name, _ in TAUGHT[2]])
 def test_each_layout_learns_of_a_teacher_what_one_process_learns(runs: Path, name: str) -> None:
     alone = f"1-{name.rpartition('-')[0]}-one"
@@ -153,6 +161,7 @@ def test_a_run_that_goes_on_in_its_layout_ends_bitwise_as_an_undisturbed_one(run
         assert tensor.equal(moved[key]), key
 
 
+@pytest.mark.long
 def test_parameters_gathered_in_half_precision_learn_nearly_the_same(runs: Path) -> None:
     one, found = (read_table(runs / folder / METRICS) for folder in ("1-mixed", "2-mixed"))
     for ours, theirs in zip(found, one, strict=True):

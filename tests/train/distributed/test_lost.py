@@ -43,6 +43,7 @@ def test_a_process_that_dies_ends_the_others_and_one_that_is_slow_does_not(tmp_p
     assert "Traceback" not in first.said and "slow: finished" not in second.said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["sleep", pytest.param("stop", marks=pytest.mark.long)])
 def test_what_never_goes_on_ends_the_others_which_name_it(tmp_path: Path, how: str, rank: int) -> None:

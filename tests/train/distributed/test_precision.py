@@ -44,7 +44,7 @@ def real_parts(name: str, ctc: bool) -> Parts:
     return Parts(objective, 2, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize(("name", "ctc"), [("codec2", True), ("mini-omni", False)])
 @pytest.mark.filterwarnings("ignore:You passed .Fabric.accelerator='cpu', precision='16-mixed'")

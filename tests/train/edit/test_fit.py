@@ -177,6 +177,7 @@ def test_several_corrections_act_together(place, tmp_path):
     assert load_mend(tmp_path / "run" / "editor")
 
 
+@pytest.mark.long
 def test_what_is_no_number_any_more_is_not_kept(place, tmp_path):
     out = tmp_path / "run"
     with pytest.raises(UserError, match=r"step [23]\b.*loss.*lower lr"):

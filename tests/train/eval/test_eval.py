@@ -153,7 +153,7 @@ class Pulled(Exception):
     """The plug."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batches", [0, 1, 3])
 def test_interrupted_and_gone_on_with_is_undisturbed(
     model: Path, speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
@@ -182,7 +182,7 @@ def test_interrupted_and_gone_on_with_is_undisturbed(
     assert run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn) == 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", [(), ("--turns", "true")])
 def test_a_store_that_fails_breaks_no_question(
     model: Path, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]

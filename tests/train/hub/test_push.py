@@ -166,7 +166,7 @@ def test_adapters_go_with_the_model_to_a_branch(hub: Any, run: Path) -> None:
         main([str(run), "hf://me/other", "--license", "mit"])
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -119,7 +119,7 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 ALL = ["A1A2", "A1T1", "T1A2", "T1T2", "A1T2", "T1A1"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 def test_loss_and_gradients_equal_the_plain_objective(model, chunk):
     batch = pack(model, [make_examples(model, ALL[:3]), make_examples(model, ALL[3:])], 96)
@@ -328,7 +328,7 @@ def heads_gradients(dtype: torch.dtype, hidden, weight, goals, denominator: floa
     return h.grad.float() / factor, w.grad.float() / factor
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("dtype", "factor", "limit"), [(torch.float16, 2.0**16, 0.01), (torch.bfloat16, 1.0, 0.005)])
 @pytest.mark.parametrize(("vocabulary", "positions"), [(4160, 64), (152_000, 4)])
 @pytest.mark.parametrize("denominator", [64.0, 300_000.0])

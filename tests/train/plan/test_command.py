@@ -95,7 +95,7 @@ def test_a_dry_run_takes_two_steps(file: str, capsys: pytest.CaptureFixture[str]
     assert "pace: " in said and "M parameters" in said
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("arguments", "message", "refused"),
     [

@@ -94,7 +94,7 @@ def documented(name: str, rows: int = 2, micro: int = 1, rule: str = "adamw", lo
     return config if lora == () else replace(config, lora=LoRASection(rank=16, quantize=lora), ema=None)
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "values", "gib"), [*MEASURED, *FOLLOWED])
 def test_documented_shapes_are_counted_within_fifteen_percent(name: str, values: dict[str, Any], gib: float) -> None:
     memory = counted(documented(name, **values), preset("qwen2-0.5b-omni"), cuda=True)

@@ -26,7 +26,7 @@ def ink(file: Path) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 def test_balance(tmp_path: Path) -> None:
     assert balance(tmp_path) is None
     balancer, table = Balancer(BalanceConfig("pcgrad", "parameters"), NAMES), CsvTable(tmp_path / BALANCE, 0)

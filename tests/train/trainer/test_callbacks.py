@@ -94,7 +94,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
     assert all(value.equal(noted[name]) for name, value in plain.items())
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("event", "step"), [("step", 1), ("save", 3), ("validation", 4), ("end", 8)])
 def test_what_fails_ends_the_run_after_the_state_is_saved(tmp_path: Path, event: str, step: int) -> None:
     notes = Notes(tmp_path)
@@ -115,6 +115,7 @@ def test_the_first_process_alone_calls_them() -> None:
     assert calls.failure is None
 
 
+@pytest.mark.long
 def test_all_processes_end_where_the_first_ones_callback_fails(tmp_path: Path) -> None:
     options = {"folder": str(tmp_path), "fabric": {"devices": 2, "strategy": "ddp"}, "callback": 5}
     assert two_processes(options) == [2, 2]

@@ -133,6 +133,7 @@ def test_recordings_alone_change_the_encoder_alone(tmp_path: Path, base: str, ro
     assert all(row["loss"] == pytest.approx(row["loss/distill"], rel=1e-5) and row["loss"] > 0 for row in table)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_stopped_and_resumed_it_ends_bitwise_where_an_undisturbed_one_ends(
     tmp_path: Path, base: str, rows: Path, lora: LoRASection | None

@@ -72,7 +72,7 @@ def plain_loop(steps: int, clip: float | None, decay: float) -> dict[str, Tensor
     return model.state_dict()
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_the_loop_equals_a_plain_loop(tmp_path: Path, clip: float | None, decay: float) -> None:
@@ -257,7 +257,7 @@ class Bad(ToyObjective):
         return losses._replace(total=losses.total + nothing)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adamw", "muon", "paged_adamw_8bit"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_gradients_that_are_no_numbers_leave_a_step_out(tmp_path: Path, name: Rule, clip: float | None) -> None:

@@ -125,7 +125,7 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
     assert f"test_guard.py:{line_of('plain(self')}" in said
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_the_doctor_ends_after_the_step_in_which_a_signal_comes(
@@ -146,7 +146,7 @@ def test_the_doctor_ends_after_the_step_in_which_a_signal_comes(
     assert err == f"stopped by {number.name} after step 1 of 3; nothing is reported\n"
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", ["0", "0.15"])
 def test_the_doctor_looks_at_each_phase_of_a_recipe(first: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """A mistake in the decoder is found where the recipe aligns first, too: before, only the aligning phase was traced."""

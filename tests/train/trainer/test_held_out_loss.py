@@ -108,7 +108,7 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_examples_by_themselves(row
         assert loss_of(held(rows, packing).batches, objective) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_any_number_of_processes_measures_the_same_batches(rows: list[Row], objective: Objective, world: int) -> None:
     packing = PackingConfig(rows=1, length=160, buffer=2)
@@ -166,7 +166,7 @@ def direct(weights: dict[str, Tensor], prefix: str) -> dict[str, float]:
     return {"loss": float(sums.sum() / counts.sum()), "loss/audio": float(sums[:, 0].sum() / counts[:, 0].sum())}
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ema", "precision"), [(None, "32-true"), (0.7, "32-true"), (0.7, "bf16-true")])
 def test_the_loss_is_of_the_weights_that_are_validated(tmp_path: Path, ema: float | None, precision: Any) -> None:
     """Of the running average where there is one; the weights themselves learn on as if nothing had been measured.

@@ -105,7 +105,7 @@ def run_of(base: Path, folder: Path, section: LoRASection, precision: str = "32-
     )
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("quantize", "precision"),
     [*((kind, "32-true") for kind in (None, "nf4", "int8")), ("nf4", "bf16-mixed"), ("nf4", "bf16-true")],

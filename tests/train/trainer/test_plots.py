@@ -22,7 +22,7 @@ def ink(file: Path) -> float:
     return float((pixels < 200).mean())
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [1, 30])
 @pytest.mark.parametrize("validated", [False, True])
 def test_curves(tmp_path: Path, rows: int, validated: bool) -> None:

@@ -51,6 +51,7 @@ def test_a_profile_leaves_a_trace_and_a_table_and_changes_nothing(tmp_path: Path
     assert not [line for line in said if "USDT" in line or "ERROR" in line]
 
 
+@pytest.mark.long
 def test_a_range_counts_steps_of_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def stop(step: int) -> None:
         if step == 3:

@@ -65,7 +65,7 @@ def test_a_signal_within_a_step_ends_the_run_after_it(tmp_path: Path) -> None:
     assert (outcome.step, outcome.signal) == (3, signal.SIGTERM)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["answers", "loss", "end"])
 def test_a_validation_that_is_broken_off_is_made_when_the_run_goes_on(
     tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]

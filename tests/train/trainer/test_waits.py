@@ -149,6 +149,7 @@ def test_nothing_in_a_step_waits_for_the_gpu(
         assert two - one == pytest.approx(4000, rel=0.1)  # docs/training.md
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "losses", ["with graphs", *(pytest.param(name, marks=pytest.mark.long) for name in ("of one task", "by mean"))]
 )
@@ -166,6 +167,7 @@ def test_nothing_in_a_balanced_pass_waits(losses: str, gpu: FakeGPU, monkeypatch
     assert found == []
 
 
+@pytest.mark.long
 def test_no_gradient_of_a_task_waits_for_the_gpu(gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """Level parameters: a forward and backward pass for each task, before the method reads the gradients' products."""
     steps, names = Steps(monkeypatch, shallow(1, 1), "adamw", False), ["A1A2", "A1T1"]

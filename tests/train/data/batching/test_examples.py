@@ -30,7 +30,7 @@ def row_of(model, turns: int = 1) -> Row:
     return next(row for i in range(100) if len((row := source.row(i)).turns) == turns)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("task", TASKS)
 def test_with_a_system_message_an_example_is_what_a_session_feeds(name, task, tmp_path):

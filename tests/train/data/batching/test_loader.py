@@ -60,7 +60,7 @@ def new_pipeline(name: str, **options) -> Pipeline:
     return pipeline_of(MODELS[name], sizes=(None, 7, 5), weights=(2, 1, 1), **options)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"turns": 2}, {"repeat": 3}], ids=["rows", "turns", "repeats"])
 def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
@@ -74,7 +74,7 @@ def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
         same_steps(take(resumed, min(2, 4 - stop)), wanted[stop + 1 : stop + 3])
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("room", [1, parquet.KEPT_FILES])
 def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_path, monkeypatch):
     """Also where nothing of the files was kept when it stopped, and where there is no room to keep it."""
@@ -97,7 +97,7 @@ def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_pa
     same_steps(take(stored(start_step=1, states=states, workers=1), 3), wanted)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_stopped_and_resumed(workers):
     wanted = take(StepLoader(new_pipeline("codec2"), 2, workers=workers), 6)
@@ -125,7 +125,7 @@ def test_a_run_begun_with_two_workers_goes_on_alike_with_any_number():
         same_steps(take(StepLoader(new_pipeline("codec2"), 2, workers=now, start_step=3, states=states), 3), wanted)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_make_the_micro_batches_of_one(name):
     wanted = take(StepLoader(new_pipeline(name), 4), 4)
@@ -204,7 +204,7 @@ def broken(name: str) -> Pipeline:
     return pipeline
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_mistake_found_by_a_worker_is_the_same_one_line(workers):
     loader = StepLoader(broken("codec2"), 1, workers=workers)

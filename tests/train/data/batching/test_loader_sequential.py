@@ -145,6 +145,7 @@ def test_held_out_rows_are_not_drawn_and_all_others_are(folder: Path) -> None:
         assert len(set(rows)) == len(rows) == ROWS - 5 and not held & set(rows)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mixed", [False, True])
 def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(folder: Path, mixed: bool) -> None:
     steps = 5
@@ -157,7 +158,7 @@ def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(folder: Path, mixed: bo
         same_steps(take(resumed, steps - stop), wanted[stop:])
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_run_of_two_workers_goes_on_alike_with_any_number_and_on_two_processes(folder: Path) -> None:
     whole = StepLoader(pipeline(folder), 2, workers=2)
     for _ in range(3):

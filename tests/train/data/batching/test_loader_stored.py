@@ -79,7 +79,7 @@ def damage(file: Path, group: int) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_of_a_damaged_page_are_named_or_skipped_and_counted(folder, tmp_path, workers):
     """Batches, and states over a stop, are those of whole files of which nobody gives these rows."""

@@ -85,6 +85,7 @@ def test_a_footer_is_read_once_for_the_pieces_of_a_file(data: Path, monkeypatch:
     assert read == scan.files and found == [item.index for item in Scan(data)]
 
 
+@pytest.mark.long
 def test_a_bucket_is_looked_at_like_a_folder(bucket: Any, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With faults, damage, and a checksum that is not that of the report."""
     (data / REPORT).write_text(json.dumps({"shards": [{"file": "rows-00000.parquet", "crc32": 1}]}))
@@ -125,7 +126,7 @@ def small(forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PIECE", 7)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rules", RULES)
 def test_processes_filter_the_bytes_of_one(small: None, rules: str, data: Path, tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(rules)
@@ -139,6 +140,7 @@ def test_processes_filter_the_bytes_of_one(small: None, rules: str, data: Path, 
     assert rules != RULES[0] or (52 in dropped and 58 not in dropped)  # no duplicate of a row that is dropped as one
 
 
+@pytest.mark.long
 def test_processes_validate_as_one(small: None, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = stored(tmp_path / "other", [row(i) for i in range(40, 80, 2)], per_file=7)
     (other / "rows-00009.parquet").write_bytes(b"nothing")
@@ -157,6 +159,7 @@ def test_processes_validate_as_one(small: None, data: Path, tmp_path: Path, caps
     assert kinds | {"changed_file", "damaged_pages", "unreadable_file"} <= set(found)
 
 
+@pytest.mark.long
 def test_processes_count_as_one(small: None, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = []
     for workers in ("0", "2"):

@@ -82,7 +82,7 @@ def test_rows_without_columns_are_said_to_be(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("whole_pictures")
 @pytest.mark.parametrize("codec", ["codec2", "snac"])
 def test_counts_equal_the_plain_counts(codec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

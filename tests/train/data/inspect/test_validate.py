@@ -67,7 +67,7 @@ WRONG = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", WRONG)
 @pytest.mark.parametrize("place", [1, 10])
 def test_each_kind_is_found_in_its_row(kind: str, place: int, tmp_path: Path) -> None:

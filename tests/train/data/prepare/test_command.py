@@ -74,7 +74,7 @@ def test_a_table_with_columns_and_a_file_of_options_becomes_rows(tmp_path, monke
     assert capsys.readouterr() == (shown.out, "")
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_recordings_that_are_left_out_are_counted(workers, tmp_path, capsys):
     lines = [{"question_text": "q", "question_audio": f"{i}.wav", "answer_text": "a"} for i in range(80)]

@@ -41,7 +41,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "workers"), [("sound", (0, 2)), ("codes", (0, 1)), pytest.param("sound", (1, 3), marks=pytest.mark.long)]
 )
@@ -76,7 +76,7 @@ def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
     assert not work.exists()
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("at", "kind"), [(0, "sound"), (32, "sound"), (96, "sound"), (64, "codes")])
 def test_interrupted_and_gone_on_with_equals_undisturbed(at, kind, tmp_path, monkeypatch):
     source = ToySource(120, kind, broken=(5, 110))
@@ -268,7 +268,7 @@ def test_folders_of_others_are_refused(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_full_disk(shard, tmp_path, monkeypatch):
     """One clear line; finished shards stay, nothing half-written does, and there is a way on."""

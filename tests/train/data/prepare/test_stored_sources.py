@@ -102,7 +102,7 @@ SETS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SETS)
 def test_a_part_reads_the_recordings_of_its_own_items(kind: str, bucket: Any, tmp_path: Path) -> None:
     SETS[kind](tmp_path / "set")
@@ -126,6 +126,7 @@ def test_a_part_reads_the_recordings_of_its_own_items(kind: str, bucket: Any, tm
         assert one and other and str(other.path).startswith(address) and torch.equal(one.load(16000), other.load(16000))
 
 
+@pytest.mark.long
 def test_without_a_cache_each_recording_takes_one_request(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SETS["recordings"](tmp_path / "set")
     address = bucket.put_all(tmp_path / "set", "set")
@@ -167,6 +168,7 @@ def test_a_store_that_fails_breaks_no_row(bucket: Any, tmp_path: Path) -> None:
     assert (out / "rows-00000.parquet").read_bytes() == (tmp_path / "whole" / "rows-00000.parquet").read_bytes()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["librispeech", "cuts"])
 def test_a_recording_that_is_replaced_meanwhile_is_told(kind: str, bucket: Any, tmp_path: Path) -> None:
     SETS[kind](tmp_path / "set")
@@ -179,7 +181,7 @@ def test_a_recording_that_is_replaced_meanwhile_is_told(kind: str, bucket: Any, 
         list(source)
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("audio", ["required", "optional"])
 @pytest.mark.parametrize("gone", ["", "*/*", "*/*/clips", "*/*/clips/50.flac"])
 def test_a_cache_that_is_removed_meanwhile_breaks_no_row(audio: str, gone: str, bucket: Any, tmp_path: Path) -> None:
@@ -193,6 +195,7 @@ def test_a_cache_that_is_removed_meanwhile_breaks_no_row(audio: str, gone: str, 
                     shutil.rmtree(place, ignore_errors=True) if place.is_dir() else place.unlink(missing_ok=True)
 
 
+@pytest.mark.long
 def test_failures_in_other_processes_are_told(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     SETS["recordings"](tmp_path / "set")
     address = bucket.put_all(tmp_path / "set", "set")
@@ -210,6 +213,7 @@ def test_failures_in_other_processes_are_told(bucket: Any, tmp_path: Path, monke
     assert [line for line in told if "30.flac was not read" in line and "again in" in line]
 
 
+@pytest.mark.long
 def test_a_damaged_recording_breaks_its_row_as_here(bucket: Any, tmp_path: Path) -> None:
     SETS["recordings"](tmp_path / "set")
     sound = tmp_path / "set" / "deep" / "3.flac"

@@ -81,7 +81,7 @@ WRITE = {"streams": voice_assistants, "levels": lucys}
 """By the order that each documents."""
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ["streams", "levels"])
 @pytest.mark.parametrize("codes", [of_snac, of_speakers])
 def test_the_other_order_is_refused_and_the_documented_one_taken(tmp_path, codes: Callable[[], list[Frames]], order):
@@ -115,7 +115,7 @@ def every(place: Callable[[np.random.Generator], Frames]) -> list[Frames]:
     return [place(draw) for _ in range(ROWS)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "rows",
     [

@@ -158,6 +158,7 @@ def live() -> DialogueSource:
     return source
 
 
+@pytest.mark.long
 def test_the_dialogues_of_nano_live_are_right(live):
     """Every sum, difference and double, and every string read backwards, calculated here from the words of the question."""
     value = {spoken_number(number): number for number in range(41)}

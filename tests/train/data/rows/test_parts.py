@@ -62,7 +62,7 @@ def wanted_of(needed: Needed, row: Row) -> set[str]:
     return wanted
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words, heard_only", [(False, False), (True, False), (True, True)])
 def test_rows_have_what_their_tasks_need_and_lack_the_rest(words, heard_only, folder):
     whole = StoredRows(folder)
@@ -87,7 +87,7 @@ def examples(folder: Path, tasks: dict[str, float], whole: bool, heard_only: boo
     return [pipeline.fetch(number) for number in range(36)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("heard_only, cut", [(False, 0.0), (False, 0.7), (True, 0.0)])
 @pytest.mark.parametrize("tasks", [{"T1T2": 1.0}, {"A1A2": 1.0}, {"A1T1": 1.0, "T1A1": 1.0}])
 def test_examples_are_those_of_whole_rows(tasks, heard_only, cut, folder):

@@ -79,6 +79,7 @@ def test_rows_are_the_same_with_a_report_in_any_order(plain, folder):
     assert (held.size, held.row(0).id, held.held_out_indices(2)) == (32, "1", [0, 20])
 
 
+@pytest.mark.long
 def test_what_is_read_of_files_does_not_grow_with_their_number(tmp_path, monkeypatch):
     """1,000 names of one file: opening reads one of them, and what a process keeps of rows in any order has a bound."""
     write_rows(tmp_path / "0000.parquet", ROWS, row_group=2)
@@ -108,7 +109,7 @@ def test_what_is_read_of_files_does_not_grow_with_their_number(tmp_path, monkeyp
     assert sizes[2][0] < sizes[0][0] + 200_000 and sizes[2][1] < 2 * sizes[0][1] + 1_000_000
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("files", "chunks", "kept"), [(3, 50_000, 3), (64, 1, 1), (64, 2 * 20 * 22, 2)])
 def test_files_stay_open_while_there_is_room(files, chunks, kept, tmp_path, monkeypatch):
     for number in range(5):

@@ -144,7 +144,7 @@ def test_answers_are_encoded_as_data_prepare_encodes_them(data: dict[str, Path],
         assert torch.equal(again.columns.tokens, found[row.where])
 
 
-@pytest.mark.few(1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mixed", "kind"), [(False, "tar"), (False, "parquet"), (True, "parquet"), (True, "tar")])
 def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(data: dict[str, Path], kind: str, mixed: bool) -> None:
     more = (SourceConfig("stored", path=str(data["rows"]), tasks={"T1T2": 1.0}, weight=0.5),) if mixed else ()
@@ -160,7 +160,7 @@ def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(data: dict[str, Path], 
     assert all(state["streams"]["0"][-1][0] > 0 for state in states[-1].values())
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_a_run_of_two_workers_goes_on_alike_with_any_number(data: dict[str, Path]) -> None:
     whole = StepLoader(pipeline(data["tar"], "tar"), 2, workers=2)
     for _ in range(3):

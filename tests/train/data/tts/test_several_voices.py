@@ -47,6 +47,7 @@ def flite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program.with_name("flite.log")
 
 
+@pytest.mark.long
 def test_rows_are_asked_by_one_voice_each_and_train(tmp_path: Path, flite: Path) -> None:
     config = PrepareConfig(
         ReaderOptions(rows=24),
