@@ -197,7 +197,7 @@ def apply_lora(
     given = load_adapter(section.init_from) if section.init_from is not None else None
     targets = list(given.pairs) if given is not None else list(section.targets)
     chosen = match_names(
-        targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", what="linear"
+        targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", noun="linear"
     )
     base = (
         _checked(model, section, given, chosen)
