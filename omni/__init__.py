@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from omni.generate.speech_lm import SpeechLM
     from omni.tasks import register_task
 
-_PLACES = {
+_MODULES = {
     "Answer": "omni.generate.results",
     "AudioChunk": "omni.generate.results",
     "Ended": "omni.generate.results",
@@ -48,11 +48,11 @@ def __getattr__(name: str) -> Any:
     """Imports a public name on first access, so that `import omni` alone stays quick."""
     if name == "__version__":
         return _version()
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'omni' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

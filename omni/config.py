@@ -189,16 +189,16 @@ def to_dict(config: Any) -> dict[str, Any]:
     return data
 
 
-def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
-    """Read plain data strictly into the dataclass `kind`.
+def from_dict(config_type: type[T], data: Any, where: str = "config") -> T:
+    """Read plain data strictly into the dataclass `config_type`.
 
     Raises:
         UserError: an unknown key (the closest known one is named), a missing one, or a value of another type.
     """
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.init}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(config_type) if f.init}  # type: ignore[arg-type]
     if not isinstance(data, Mapping):
-        raise UserError(f"{where} is {data!r}; it must be a mapping with keys of {kind.__name__}: {', '.join(fields)}")
-    hints = typing.get_type_hints(kind)
+        raise UserError(f"{where} is {data!r}; it must be a mapping with keys of {config_type.__name__}: {', '.join(fields)}")
+    hints = typing.get_type_hints(config_type)
     for key in data:
         if key not in fields:
             close = get_close_matches(str(key), fields, n=1, cutoff=0.5)
@@ -216,7 +216,7 @@ def from_dict(kind: type[T], data: Any, where: str = "config") -> T:
     for key, value in values.items():
         if check := fields[key].metadata.get("check"):
             check(value, f"{where}.{key}")
-    return kind(**values)
+    return config_type(**values)
 
 
 def _is_list_of(hint: Any, value: Any) -> bool:

@@ -74,12 +74,12 @@ def closest(word: object, known: Iterable[str]) -> str:
 def in_one_line(error: BaseException) -> str:
     """One line that describes an unexpected error to a user."""
     text = " ".join(str(error).split())
-    kind = type(error).__name__
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in text:
-        return f"memory ran out ({text or kind}); give less at a time, or a machine with more memory"
+    type_name = type(error).__name__
+    if isinstance(error, MemoryError) or type_name == "OutOfMemoryError" or "can't allocate memory" in text:
+        return f"memory ran out ({text or type_name}); give less at a time, or a machine with more memory"
     if isinstance(error, RecursionError):
         return "something is nested too deeply to be read; run with --debug for the traceback"
     if isinstance(error, OSError) and error.strerror:
-        what = repr(error.filename) if error.filename is not None else "standard output, or a file,"
-        return f"{what} cannot be read or written: {error.strerror}"
-    return f"{kind}: {text or 'no message'}; run with --debug for the traceback; please report"
+        file = repr(error.filename) if error.filename is not None else "standard output, or a file,"
+        return f"{file} cannot be read or written: {error.strerror}"
+    return f"{type_name}: {text or 'no message'}; run with --debug for the traceback; please report"

@@ -56,22 +56,22 @@ def replaceable(path: str | os.PathLike[str]) -> Path:
     UserError for a folder, a device, or a name that no file can have.
     """
     try:
-        place = Path(os.path.realpath(path))
-        taken = place.exists() and not place.is_file()
+        resolved = Path(os.path.realpath(path))
+        taken = resolved.exists() and not resolved.is_file()
     except (OSError, ValueError) as error:  # too long; a zero byte, or half of a surrogate pair
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{repr(os.fspath(path))[:200]} cannot be written: {reason}: give another name") from error
     if taken:
         raise UserError(f"{os.fspath(path)!r} is not a file that can be replaced (a folder or a device): name a file")
-    return place
+    return resolved
 
 
-def beside(place: Path, owner: object) -> Path:
-    """Temporary name in the folder of `place` for a file or folder that is being written; unique to owner and process."""
-    name, end = place.name, f".part-{os.getpid()}-{id(owner):x}"
+def beside(path: Path, owner: object) -> Path:
+    """Temporary name in the folder of `path` for a file or folder that is being written; unique to owner and process."""
+    name, end = path.name, f".part-{os.getpid()}-{id(owner):x}"
     while len(os.fsencode(f".{name}{end}")) > LONGEST:
         name = name[:-1]
-    return place.with_name(f".{name}{end}")
+    return path.with_name(f".{name}{end}")
 
 
 @contextmanager
@@ -84,11 +84,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         UserError: `path` is a folder or a device.
         OSError: it cannot be written.
     """
-    place, owner = replaceable(path), object()
-    part = beside(place, owner)
+    target, owner = replaceable(path), object()
+    part = beside(target, owner)
     try:
         yield part
-        os.replace(part, place)
+        os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
 
@@ -190,9 +190,9 @@ class LargeFile:
     def __enter__(self) -> LargeFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if kind is None and self._flag:
+            if exc_type is None and self._flag:
                 self._cached()
                 self._put(self._buffer[: self._held])
         finally:
@@ -204,8 +204,8 @@ class LargeFile:
 
         view = memoryview(data).cast("B")
         while self._flag and len(view):
-            place = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-            direct = len(view) >= self.LEAST and (place - self._at - self._held) % PAGE == 0
+            address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+            direct = len(view) >= self.LEAST and (address - self._at - self._held) % PAGE == 0
             if direct and not self._held:
                 whole = len(view) // PAGE * PAGE
                 self._put(view[:whole])
@@ -307,12 +307,12 @@ def real_place(folder: str | os.PathLike[str]) -> Path:
     """Resolves the path of a folder that is to be written, links followed; UserError where it has no name to rename to."""
     refuse_remote(folder, "folder", write=True)
     try:
-        place = Path(folder).resolve()
+        resolved = Path(folder).resolve()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{folder} cannot be followed ({error}); fix the link, or give another place") from error
-    if not place.name:
+    if not resolved.name:
         raise UserError(f"{folder} is the root of a disk; give a folder in it")
-    return place
+    return resolved
 
 
 @contextmanager
@@ -327,19 +327,19 @@ def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterato
     Raises:
         UserError: no space left, or a place that cannot be written.
     """
-    place = real_place(target)
-    folder = place.with_name(f".{place.name}.writing-{os.getpid()}")
+    resolved = real_place(target)
+    folder = resolved.with_name(f".{resolved.name}.writing-{os.getpid()}")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(place.parent).free
+        resolved.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(resolved.parent).free
         if needed > free:
             raise UserError(f"{target} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; free some space")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         yield folder
         sync(folder)
-        _replace(folder, place)
-        flush(place.parent)
+        _replace(folder, resolved)
+        flush(resolved.parent)
     except OSError as error:
         full = error.errno in FULL
         way_out = "free some space and try again" if full else "choose a place that can be written"
@@ -368,15 +368,15 @@ def _replace(source: Path, target: Path) -> None:
 
 def sync(folder: Path) -> None:
     """Sync a folder and all in it to the disk, so that a power cut leaves no name without its content."""
-    for place in (*sorted(folder.rglob("*")), folder):
-        flush(place)
+    for path in (*sorted(folder.rglob("*")), folder):
+        flush(path)
 
 
-def flush(place: Path) -> None:
+def flush(path: Path) -> None:
     """Sync a file, or a folder's list of names, to the disk."""
     if os.name != "posix":  # elsewhere a folder cannot be opened
         return
-    handle = os.open(place, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -27,7 +27,7 @@ no end is: a model trained on these ends would stop early):
     audio3    .    .    .    .   d0*  end
     text      n*  end   .    .    .    .
 
-`delayed`, `undelayed` and the returned `valid` mask serve training; `Cursor` in `omni/cursor.py` builds the same columns one
+`delayed` with its `valid` mask serves training; `Cursor` in `omni/cursor.py` builds the same columns one
 at a time while the model is sampled. mini-omni's order and ids: gpt-omni/mini-omni @ 26c31d5, `inference.py` and
 `utils/snac_utils.py`.
 
@@ -65,7 +65,7 @@ class Stream:
     """One parallel stream.
 
     Attributes:
-        kind: `text` or `audio`, what its ids stand for.
+        kind: of its ids, `text` or `audio`.
         size: number of ordinary ids.
         specials: number of ids kept after them (at least 5); the table has `size + specials` rows, or `rows`.
         delay: time steps between the start of an answer and the stream's first real token (at most 10,000, and less than the
@@ -275,21 +275,6 @@ class Layout:
             else:
                 valid[k, s.delay : last] = True
         return torch.from_numpy(tokens), torch.from_numpy(valid)
-
-    def undelayed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The inverse of `delayed`: tokens [K, C] to text [T] and codes [A, F] of the frames that are whole."""
-        import torch
-
-        row = tokens[-1, self.text.delay :]
-        ends = (row >= self.text.size).nonzero()
-        text = row[: int(ends[0])] if len(ends) else row
-        streams = []
-        for k, s in enumerate(self.audio):
-            row = tokens[k, s.delay :]
-            ends = (row >= s.size).nonzero()
-            streams.append(row[: int(ends[0])] if len(ends) else row)
-        frames = min(len(row) for row in streams)
-        return text, torch.stack([row[:frames] for row in streams])
 
     def check_codes(self, codes: Tensor) -> None:
         """Refuse codes of another shape or out of range (UserError)."""

@@ -1,4 +1,4 @@
-"""Registries of what is found by name, and plug-ins: modules of the user's own that add to them.
+"""Registries of objects by name, and plug-ins: modules of the user's own that add to them.
 
     @register_codec("mine", sample_rate=16000, ...)      # in my_package/my_module.py
     omni-train fit nano --plugin my_package.my_module    # or `plugins: [my_package.my_module]` in the configuration
@@ -30,16 +30,16 @@ _loaded: list[str] = []
 
 
 class Registry(dict[str, T]):
-    """What is known of one kind, by name, in the order of registration.
+    """Entries of one kind, by name, in the order of registration.
 
     Args:
-        kind: what messages call an entry, such as `codec`.
-        must: what an entry must be, for the message where `fits` says no.
+        noun: for an entry in messages, such as `codec`.
+        must: requirement of an entry, for the message where `fits` is false.
     """
 
-    def __init__(self, kind: str, must: str = "", fits: Callable[[Any], bool] = lambda entry: True) -> None:
+    def __init__(self, noun: str, must: str = "", fits: Callable[[Any], bool] = lambda entry: True) -> None:
         super().__init__()
-        self.kind, self.must, self.fits = kind, must, fits
+        self.noun, self.must, self.fits = noun, must, fits
         self._sources: dict[str, str] = {}
 
     def add(self, name: str, entry: T) -> None:
@@ -50,24 +50,24 @@ class Registry(dict[str, T]):
         """
         source = _registering()
         if not isinstance(name, str) or not name or name != name.strip():
-            raise UserError(f"{self.kind} {name!r}: give it a name, a text without spaces around it")
+            raise UserError(f"{self.noun} {name!r}: give it a name, a text without spaces around it")
         try:
             fits = self.fits(entry)
         except (TypeError, AttributeError, ValueError):
             fits = False
         if not fits:
-            raise UserError(f"{self.kind} {name!r} is {entry!r:.80}; it must be {self.must}")
+            raise UserError(f"{self.noun} {name!r} is {entry!r:.80}; it must be {self.must}")
         owner = self._sources.get(name, source)
         if name in self and owner != source:
             # Omni's own may come after a plug-in's.
             first, other = (source, owner) if source.startswith(("omni.", "train.")) else (owner, source)
-            raise UserError(f"{self.kind} {name!r} is registered twice, first by {first}: give the one of {other} another name")
+            raise UserError(f"{self.noun} {name!r} is registered twice, first by {first}: give the one of {other} another name")
         self[name], self._sources[name] = entry, source
 
     def register(self, name: str) -> Callable[[T], T]:
         """A decorator that adds what it decorates."""
         if not isinstance(name, str):
-            raise UserError(f'{self.kind} {name!r:.80}: give the decorator a name, as in @register("mine")')
+            raise UserError(f'{self.noun} {name!r:.80}: give the decorator a name, as in @register("mine")')
 
         def add(entry: T) -> T:
             self.add(name, entry)
@@ -87,11 +87,11 @@ class Registry(dict[str, T]):
 
     def unknown(self, name: object) -> str:
         """The message for a name that is not registered."""
-        return f"{self.kind} {name!r} is unknown; {closest(name, self)} ({PLUGIN})"
+        return f"{self.noun} {name!r} is unknown; {closest(name, self)} ({PLUGIN})"
 
 
 @contextlib.contextmanager
-def named(what: str) -> Iterator[None]:
+def named(subject: str) -> Iterator[None]:
     """A context in which a failure of somebody's code is a UserError that names it; those of memory, files and PyTorch pass."""
     try:
         yield
@@ -101,7 +101,7 @@ def named(what: str) -> Iterator[None]:
         if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
             raise
         text = " ".join(str(error).split()) or "no message"
-        raise UserError(f"{what} failed with {type(error).__name__}: {text}") from error
+        raise UserError(f"{subject} failed with {type(error).__name__}: {text}") from error
 
 
 def load_plugins(names: Sequence[str], where: str = "--plugin", folder: str | Path = "") -> list[str]:
@@ -151,16 +151,16 @@ def take_plugins(words: Sequence[str]) -> list[str]:
         UserError: as of `load_plugins`, or the name is missing.
     """
     names, rest = [], []
-    given = iter(words)
-    for word in given:
+    remaining = iter(words)
+    for word in remaining:
         if word == "--":
-            rest += [word, *given]
+            rest += [word, *remaining]
             break
         option, equals, value = word.partition("=")
         if option != "--plugin":
             rest.append(word)
             continue
-        name = value if equals else next(given, "")
+        name = value if equals else next(remaining, "")
         if not name or name.startswith("-"):
             raise UserError("--plugin has no value: give the name of a module, such as my_package.my_module")
         names.append(name)
@@ -185,9 +185,9 @@ def _load(name: str, where: str) -> None:
     importlib.invalidate_caches()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # what it prints must not come into an answer
-            found = importlib.import_module(module)
-        if module != name and name not in _places(found):
-            raise UserError(f"there is another module {module}, {_places(found)[0]}: give one of them another name")
+            imported = importlib.import_module(module)
+        if module != name and name not in _paths_of(imported):
+            raise UserError(f"there is another module {module}, {_paths_of(imported)[0]}: give one of them another name")
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UserError(_broken(name, where, error)) from error
@@ -202,7 +202,7 @@ def _load(name: str, where: str) -> None:
         raise UserError(_broken(name, where, error)) from error
 
 
-def _places(module: ModuleType) -> list[str]:
+def _paths_of(module: ModuleType) -> list[str]:
     """The file of a module, and its folder where it is a package."""
     file = Path(module.__file__ or str(module)).resolve()
     return [str(file), str(file.parent)] if file.stem == "__init__" else [str(file)]
@@ -211,15 +211,15 @@ def _places(module: ModuleType) -> list[str]:
 def _broken(name: str, where: str, error: BaseException) -> str:
     """One line about a module that cannot be imported, with the place in the user's file."""
     if isinstance(error, SyntaxError) and error.filename:
-        place = f"{error.filename}, line {error.lineno}"
+        location = f"{error.filename}, line {error.lineno}"
     else:
         package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         ours = tuple(os.path.join(package, name, "") for name in ("omni", "train", "infer"))
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [f for f in frames if "importlib" not in f.filename and not f.filename.startswith(ours)]
-        place = f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else "its import"
+        location = f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else "its import"
     text = " ".join(str(error).split()) or "no message"
-    return f"{where} {name} cannot be imported: {place}: {type(error).__name__}: {text}"
+    return f"{where} {name} cannot be imported: {location}: {type(error).__name__}: {text}"
 
 
 def _registering() -> str:

@@ -49,7 +49,7 @@ class Task:
         question: `audio` or `text`.
         text, audio: whether the answer is written, and whether it is spoken (these streams are trained).
         marker: the text stream's last prompt id, where text answers: `answer`, `asr`, or one that `register_task` adds.
-        writes: what the text is: the row's answer, or its question (a transcription).
+        writes: source of the text: the row's answer, or its question (a transcription).
     """
 
     name: str

@@ -257,7 +257,7 @@ HUGE = [float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 10**30, -(10**
 @pytest.mark.parametrize("name", BOUNDS)
 def test_every_number_has_bounds(name: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"^--{name} is .{{1,90}}; (it must be|give)"):
-        check_number(name, value, as_what=f"--{name}")
+        check_number(name, value, label=f"--{name}")
 
 
 def test_the_line_of_an_error_is_one() -> None:

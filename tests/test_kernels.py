@@ -142,7 +142,7 @@ STEPS: dict[str, dict[str, Any]] = {
 def compiled(numbers: str, model: SpeechModel, form: str = COMPILED) -> Kernels:
     """Kernels with a measurement of the step of a model's block."""
     shape = model.decoder.step_shape()
-    assert shape is not None and shape.numbers == numbers
+    assert shape is not None and shape.dtype == numbers
     return Kernels({}, {StepKey(1, part, shape): Timing(form, 1.0, 2.0) for part in ("step", "prefill")})
 
 
@@ -388,7 +388,7 @@ def test_a_step_is_measured_kept_and_used(model: Any, quantize: bool, monkeypatc
     shape, hears = model.decoder.step_shape(), model.encoder.compiled_shape()
     parts = {"step": shape} if quantize else {"step": shape, "prefill": shape, "encoder": hears}
     assert kernels.steps.keys() == {StepKey(1, part, shape) for part, shape in parts.items()}
-    assert shape.numbers == ("int8" if quantize else "float32")
+    assert shape.dtype == ("int8" if quantize else "float32")
     assert found.form in (MODULES, COMPILED) and load_kernels().steps == kernels.steps
     assert kernels.compiled(key.shape) == (found.form == COMPILED) and model.decoder.blocks[0].attention.kernels is kernels
     assert not Kernels({}, {StepKey(2, "step", key.shape): found}).compiled(key.shape)  # of another number of threads

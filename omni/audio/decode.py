@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import soundfile
 
 FORMATS = ("WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "MP3", "NIST")
-"""Of libsndfile's. It guesses some twenty further ones, from as little as four zero bytes."""
+"""Formats of libsndfile that are taken. It guesses some twenty further ones, from as little as four zero bytes."""
 
 UNREADABLE = "is not a sound file that can be read, or it is damaged or cut short: convert it to WAV, FLAC, OGG or MP3"
 
@@ -44,14 +44,14 @@ Block = tuple[int, "np.ndarray"]
 
 @dataclass(frozen=True)
 class Recording:
-    """What a header says, and the samples.
+    """A recording: its header, and its samples as blocks.
 
     Attributes:
         rate, channels: the highest, where several files were joined.
         samples: per channel, as promised; None where only decoding tells.
         format: container and coding, such as "WAV PCM_16".
         blocks: decodes from the start. UserError: the file is damaged, or has less than it promises.
-        doubt: what may be wrong with it although it is accepted.
+        doubt: a possible fault of a recording that is accepted.
         sound: the file in libsndfile; None where it is read otherwise.
     """
 
@@ -93,24 +93,24 @@ def open_recording(file: BinaryIO, name: str, *, ends: bool = True) -> Recording
     """
     head = file.read(HEAD)
     sound = _opened(file, head)
-    kind = "MP3" if sound is not None and sound.format == "MP3" else container(head)
+    container_name = "MP3" if sound is not None and sound.format == "MP3" else container(head)
     log = "" if sound is None else sound.extra_info
     if (
         ends
-        and kind in _JOINED
-        and (kind not in ("WAV", "AIFF") or sound is None or sound.format == "RAW" or "should be" in log)
+        and container_name in _JOINED
+        and (container_name not in ("WAV", "AIFF") or sound is None or sound.format == "RAW" or "should be" in log)
     ):
-        place = file.tell()  # libsndfile's too
-        starts = _starts(file, head, kind)
+        position = file.tell()  # libsndfile's too
+        starts = _starts(file, head, container_name)
         if len(starts) > 1:
             return _joined(file, starts, name)
-        file.seek(place)
-    if sound is None and (kind == "CAF" or head.startswith(b"RF64")):
+        file.seek(position)
+    if sound is None and (container_name == "CAF" or head.startswith(b"RF64")):
         file.seek(0)
         data = file.read()
-        if kind == "WAV":  # of unknown length, which libsndfile knows in a RIFF only
+        if container_name == "WAV":  # of unknown length, which libsndfile knows in a RIFF only
             return open_recording(io.BytesIO(b"RIFF" + data[4:]), name, ends=False)
-        at = data.find(b"data") + 12 if kind == "CAF" else len(data)  # libsndfile says only that it is malformed
+        at = data.find(b"data") + 12 if container_name == "CAF" else len(data)  # libsndfile says only that it is malformed
         if len(data) - at < (promised := int.from_bytes(data[at - 8 : at], "big", signed=True)) < _UNKNOWN:
             raise truncated(name, len(data) - at, promised, "bytes")
     if sound is None or sound.frames >= 1 << 60:  # a FLAC that does not say how many
@@ -141,11 +141,11 @@ def _opened(file: BinaryIO, head: bytes) -> soundfile.SoundFile | None:
     return sound if sound.format in FORMATS else None
 
 
-def _starts(file: BinaryIO, head: bytes, kind: str) -> list[int]:
+def _starts(file: BinaryIO, head: bytes, container_name: str) -> list[int]:
     """Offsets at which a file begins as it does at 0 (one of MP3 with a tag): where files were joined."""
     chunks = head[:4] in (b"RIFF", b"RF64", b"RIFX", b"FORM")
-    marks = (b"ID3\3\0\0", b"ID3\4\0\0") if kind == "MP3" else (head[: 4 if chunks else 6],)
-    found, offset, window = {0}, 0, b""
+    marks = (b"ID3\3\0\0", b"ID3\4\0\0") if container_name == "MP3" else (head[: 4 if chunks else 6],)
+    offsets, offset, window = {0}, 0, b""
     file.seek(0)
     while block := file.read(1 << 17):
         window = window[-11:] + block
@@ -153,10 +153,10 @@ def _starts(file: BinaryIO, head: bytes, kind: str) -> list[int]:
             at = window.find(mark)
             while at >= 0:
                 if not chunks or window[at + 8 : at + 12] == head[8:12]:
-                    found.add(offset + at)
+                    offsets.add(offset + at)
                 at = window.find(mark, at + 1)
         offset += len(window) - 11
-    starts = sorted(found)
+    starts = sorted(offsets)
     return [0] + [at for before, at in pairwise(starts) if at - before > 200]  # first pages of an OGG's streams are closer
 
 
@@ -179,10 +179,10 @@ def _joined(file: BinaryIO, starts: list[int], name: str) -> Recording:
     return Recording(rate, max(part.channels for part in parts), samples, parts[0].format, blocks, doubt)
 
 
-def truncated(name: str, found: float, promised: float, unit: str = "s") -> UserError:
+def truncated(name: str, actual: float, promised: float, unit: str = "s") -> UserError:
     form = ".2f" if unit == "s" else ".0f"
     return UserError(
-        f"{name} is truncated: its header promises {promised:{form}} {unit} and {found:{form}} {unit} are there: "
+        f"{name} is truncated: its header promises {promised:{form}} {unit} and {actual:{form}} {unit} are there: "
         "copy or download it again, or convert what is left"
     )
 
@@ -193,10 +193,10 @@ def _promised(sound: soundfile.SoundFile, head: bytes, log: str, name: str) -> i
         return int(count[1])
     for promised, held in [(int(p), int(h)) for p, h in _SIZES.findall(log)]:
         if held < promised < _UNKNOWN:
-            found = sound.frames / sound.samplerate
-            if not found:
+            seconds = sound.frames / sound.samplerate
+            if not seconds:
                 raise truncated(name, held, promised, "bytes")
-            raise truncated(name, found, found * promised / held)
+            raise truncated(name, seconds, seconds * promised / held)
     return sound.frames
 
 
@@ -255,12 +255,12 @@ def by_ffmpeg(file: BinaryIO, name: str) -> Recording:
             rate, channels = (codec.sample_rate, codec.channels) if codec else (0, 0)
             if not rate or not channels:
                 raise UserError(f"{name} {UNREADABLE}")
-            kind = container.format.name.partition(",")[0]
+            demuxer = container.format.name.partition(",")[0]
             seconds = None  # FFmpeg guesses that of others
-            if kind in ("mov", "matroska", "asf"):
+            if demuxer in ("mov", "matroska", "asf"):
                 alone = container.duration / 1e6 if container.duration and len(container.streams) == 1 else None
                 seconds = float(stream.duration * stream.time_base) if stream.duration else alone
-            form = f"{kind} {codec.name}"
+            form = f"{demuxer} {codec.name}"
     except av.FFmpegError as error:
         raise UserError(f"{name} {UNREADABLE}") from error
     return Recording(

@@ -52,13 +52,13 @@ def level(clip: Tensor, sample_rate: int) -> float:
 
 def sound_warnings(clip: Tensor, sample_rate: int) -> list[str]:
     """Reasons to doubt that anything is said in `[S]`, S at least 1, as ends of sentences about it."""
-    found = []
+    reasons = []
     if (seconds := len(clip) / sample_rate) < SHORT_SECONDS:
-        found.append(f"lasts {seconds * 1e3:.3g} ms, and nothing can be said in under {SHORT_SECONDS * 1e3:.0f} ms")
+        reasons.append(f"lasts {seconds * 1e3:.3g} ms, and nothing can be said in under {SHORT_SECONDS * 1e3:.0f} ms")
     if (loudest := level(clip, sample_rate)) < QUIET_DBFS:
-        what = "is silence" if loudest == -math.inf else f"is silent: its loudest 100 ms reach {loudest:.0f} dBFS"
-        found.append(f"{what}, and speech lies above {QUIET_DBFS:.0f} dBFS")
-    return found
+        silence = "is silence" if loudest == -math.inf else f"is silent: its loudest 100 ms reach {loudest:.0f} dBFS"
+        reasons.append(f"{silence}, and speech lies above {QUIET_DBFS:.0f} dBFS")
+    return reasons
 
 
 def cancelled(mixed: float, channels: Sequence[float]) -> int | None:
@@ -116,11 +116,15 @@ def read_audio(
     """Read a recording as mono `[S]` float32 at `sample_rate` samples per second: WAV, FLAC, OGG, MP3, AIFF, AU, CAF, W64 or
     NIST, and with PyAV the sound of M4A, MP4, WebM, Matroska, AAC, WMA or AMR. Of several joined in one file all are heard.
 
-    `channel="mix"` averages one or two channels (and takes the louder, with a warning, where they cancel each
-    other); a number takes that channel (from 0) of any file. `max_seconds=None` lifts the limit on length, which
-    is otherwise checked against the header before anything is decoded. `name` is what messages call the source.
-    Silence is sound and passes. UserError: missing, a folder, empty, not a sound file, truncated, without samples,
-    too long, a stream without end, more than two channels and none chosen, NaN or infinity, a rate that no sound has.
+    Args:
+        max_seconds: longest that is read, by the header before anything is decoded; None for any length.
+        channel: number of one, from 0; "mix" averages one or two, or takes the louder, with a warning, where they cancel.
+        name: the source's in messages.
+
+    Raises:
+        UserError: missing, a folder, empty, not a sound file, truncated, without samples (silence passes), too long, a stream
+            without end, more than two channels and none chosen, NaN or infinity, a rate that no sound has.
+
     SoundWarning: perhaps cut short, or channels that cancel each other."""
     name = name or _name(source)
     with opened(source, name) as recording:
@@ -151,11 +155,11 @@ def audio_info(source: AudioSource, *, name: str | None = None) -> AudioInfo:
     """Read the header of a sound file, of the first where several were joined; one without a length is decoded. UserError:
     missing, a folder, empty, not a sound file, a stream without end, or truncated (as far as its size shows)."""
     name = name or _name(source)
-    with opened(source, name, ends=False) as found:
-        samples = found.samples
+    with opened(source, name, ends=False) as recording:
+        samples = recording.samples
         if samples is None:
-            samples = sum(len(block) * found.rate // rate for rate, block in found.blocks())
-        return AudioInfo(found.rate, samples, found.channels, found.format)
+            samples = sum(len(block) * recording.rate // rate for rate, block in recording.blocks())
+        return AudioInfo(recording.rate, samples, recording.channels, recording.format)
 
 
 def read_part(source: AudioSource, start: int, stop: int, *, name: str | None = None) -> tuple[Tensor, int]:
@@ -173,9 +177,9 @@ def read_stream(source: BinaryIO, name: str) -> bytearray:
     end."""
     head = bytes(_read_up_to(source, HEAD))
     if head and container(head) is None:
-        kind = foreign(head)
-        if kind:
-            raise _not_sound(name, kind)
+        other = foreign(head)
+        if other:
+            raise _not_sound(name, other)
         raise UserError(
             f"{name} gives no sound file that can be read: give WAV, FLAC, OGG or MP3 (raw PCM needs its sample rate)"
         )
@@ -322,9 +326,9 @@ def _resampled(pieces: Iterator[Tensor], rate: int, sample_rate: int, name: str)
     return torch.cat([*(stream.push(piece) for piece in chain((first, second), pieces)), stream.finish()])
 
 
-def _not_sound(name: str, kind: str) -> UserError:
-    way = "" if "git lfs" in kind else ": convert it to WAV, FLAC, OGG or MP3"
-    return UserError(f"{name} is not a sound file but {kind}{way}")
+def _not_sound(name: str, other: str) -> UserError:
+    way = "" if "git lfs" in other else ": convert it to WAV, FLAC, OGG or MP3"
+    return UserError(f"{name} is not a sound file but {other}{way}")
 
 
 def _too_long(name: str, seconds: float, limit: float) -> UserError:

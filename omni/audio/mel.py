@@ -30,7 +30,7 @@ FIXED_FLOOR = -7.0
 +1), where `floor="clip"` would put it, and 2 above the rounding noise of 16-bit samples (about -9.5)."""
 
 LOWEST = (FIXED_FLOOR + 4) / 4
-"""The same of a feature."""
+"""`FIXED_FLOOR` as a feature."""
 
 MelFloor = Literal["clip", "fixed"]
 
@@ -48,14 +48,16 @@ def samples_before(hop: int = HOP) -> int:
 def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int = HOP, before: Tensor | None = None) -> Tensor:
     """Features `[..., M, F]` float32 of 16 kHz sound `[..., S]`, F = `mel_frames(S, hop)`.
 
-    floor: "clip" bounds the features at 8 below the clip's loudest band, as Whisper does (in a batch each
-    clip has its own, so that other clips change nothing): the first features then depend on the end of the clip.
-    "fixed" bounds them at `FIXED_FLOOR`: features are final as soon as the sound under their window is there
-    (all frames but the last).
-    n_mels: 80 or 128, the banks that Whisper ships. hop: samples between frames, 160 for Whisper.
-    before: the `samples_before(hop)` samples that came before these: each frame then ends with the hop that it is named after
-    (its centre is 2.5 ms earlier at Whisper's hop), and nothing is mirrored.
-    UserError: no samples, or a value that is none of these.
+    Args:
+        n_mels: 80 or 128, the banks that Whisper ships.
+        floor: "clip" bounds features at 8 below their clip's loudest band, as Whisper does, so the first ones depend on the
+            clip's end. "fixed" bounds them at `FIXED_FLOOR`: all but the last are final once their window is full.
+        hop: samples between frames, 160 for Whisper.
+        before: the `samples_before(hop)` samples before these. Each frame then ends with its hop (at Whisper's, its centre is
+            2.5 ms earlier), and nothing is mirrored.
+
+    Raises:
+        UserError: no samples, or a value that is none of these.
     """
     import torch
     from whisper.audio import mel_filters

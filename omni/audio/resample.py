@@ -80,8 +80,8 @@ class StreamResampler:
     @property
     def _length(self) -> int:
         """Samples of what has come at the other rate."""
-        given, wanted = self._rates
-        return -(-self._taken * wanted // given)
+        source, target = self._rates
+        return -(-self._taken * target // source)
 
     def _next(self, audio: Tensor) -> Tensor:
         import torch

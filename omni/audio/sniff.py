@@ -27,13 +27,13 @@ _LOCK = threading.RLock()
 
 
 @contextmanager
-def quiet_decoder(kind: str | None) -> Iterator[None]:
+def quiet_decoder(sound_format: str | None) -> Iterator[None]:
     """Suppresses the messages that libmpg123, libsndfile's MP3 decoder, writes to standard error; other kinds than `MP3` and
     `MPEG` are left alone.
 
     It bypasses Python, so the file descriptor is redirected meanwhile; what others write is passed on afterwards.
     """
-    if kind not in ("MP3", "MPEG"):
+    if sound_format not in ("MP3", "MPEG"):
         yield
         return
     with _LOCK, tempfile.TemporaryFile() as held:

@@ -97,8 +97,8 @@ class WavWriter:
         self.sample_rate = sample_rate
         self.samples = 0
         self._bytes = 0
-        self._place = replaceable(path)
-        self._part = beside(self._place, self)
+        self._target = replaceable(path)
+        self._part = beside(self._target, self)
         self._file: BinaryIO | None = None
         try:
             self._file = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
@@ -132,7 +132,7 @@ class WavWriter:
                 self._file.seek(0)
                 self._file.write(_header(self._bytes, self.sample_rate))
                 self._file.close()
-                os.replace(self._part, self._place)
+                os.replace(self._part, self._target)
             except OSError as error:
                 self.abort()
                 raise _refused(self.path, error.strerror or str(error)) from error
@@ -153,8 +153,8 @@ class WavWriter:
     def __enter__(self) -> WavWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if exc_type is None:
             self.close()
         else:
             self.abort()
@@ -226,8 +226,8 @@ class SampleForm:
         """Samples [C, S] of whole frames, [S] of one channel."""
         import numpy as np
 
-        found = np.frombuffer(data, self.type)
-        return found if self.channels == 1 else found.reshape(-1, self.channels).T
+        values = np.frombuffer(data, self.type)
+        return values if self.channels == 1 else values.reshape(-1, self.channels).T
 
 
 def wav_form(head: bytes) -> SampleForm | None:
@@ -235,18 +235,18 @@ def wav_form(head: bytes) -> SampleForm | None:
     later."""
     if head[:4] != b"RIFF" or head[8:12] != b"WAVE":
         return None
-    place, found = 12, None
-    while place + 8 <= len(head):
-        name, size = struct.unpack_from("<4sI", head, place)
-        place += 8
+    offset, form = 12, None
+    while offset + 8 <= len(head):
+        name, size = struct.unpack_from("<4sI", head, offset)
+        offset += 8
         if name == b"data":
-            end = None if size == 0 or size >= _ENDLESS else place + size
-            return found and SampleForm(*found, place, end)
-        if name == b"fmt " and size >= 16 and place + min(size, 26) <= len(head):
-            tag, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", head, place)
+            end = None if size == 0 or size >= _ENDLESS else offset + size
+            return form and SampleForm(*form, offset, end)
+        if name == b"fmt " and size >= 16 and offset + min(size, 26) <= len(head):
+            tag, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", head, offset)
             if tag == _EXTENSIBLE and size >= 26:
-                (tag,) = struct.unpack_from("<H", head, place + 24)
-            kind = _TYPES.get((tag, bits))
-            found = (rate, channels, kind) if kind is not None and channels and rate else None
-        place += size + size % 2
+                (tag,) = struct.unpack_from("<H", head, offset + 24)
+            sample_type = _TYPES.get((tag, bits))
+            form = (rate, channels, sample_type) if sample_type is not None and channels and rate else None
+        offset += size + size % 2
     return None

@@ -40,7 +40,7 @@ def read_sound(
     Args:
         sound: without the wrappers that `unwrap` removes.
         sample_rate: of samples; a file knows its own.
-        name: what messages call samples and open files.
+        name: of samples and open files in messages.
 
     UserError: neither of them, too long, not finite, too loud, or what `as_waveform` and `read_audio` refuse.
     """
@@ -71,10 +71,10 @@ class SoundPieces:
         self._mixed, self._channels = 0.0, np.zeros(2)  # energies, of two channels
 
     def copy(self) -> SoundPieces:
-        """The same sound, which goes on from here by itself."""
-        found = copy(self)
-        found._rate, found._channels = copy(self._rate), self._channels.copy()
-        return found
+        """An independent copy, which takes further pieces by itself."""
+        copied = copy(self)
+        copied._rate, copied._channels = copy(self._rate), self._channels.copy()
+        return copied
 
     def push(self, piece: np.ndarray) -> Tensor:
         """Takes the next samples, [S] or [2, S], as `as_piece` scales them; returns those that no later one changes."""

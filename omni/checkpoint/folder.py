@@ -34,6 +34,7 @@ from omni.checkpoint.tensors import (
     check_inside,
     finite,
     load_json,
+    not_finite,
     read_pieces,
     save_tensors,
 )
@@ -95,28 +96,28 @@ def save_folder(
     Raises:
         UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
-    with replacing_folder(folder) as place:
-        save_tensors(lazies_of(state), place / WEIGHTS, only_finite=only_finite)
-        tokenizer.save(place / TOKENIZER)
+    with replacing_folder(folder) as staging:
+        save_tensors(lazies_of(state), staging / WEIGHTS, only_finite=only_finite)
+        tokenizer.save(staging / TOKENIZER)
         if codec_folder is not None:
-            shutil.copytree(codec_folder, place / CODEC)
+            shutil.copytree(codec_folder, staging / CODEC)
         files = {
-            str(p.relative_to(place)): {"bytes": p.stat().st_size, "crc32": _crc32(p)}
-            for p in sorted(place.rglob("*"))
+            str(p.relative_to(staging)): {"bytes": p.stat().st_size, "crc32": _crc32(p)}
+            for p in sorted(staging.rglob("*"))
             if p.is_file()
         }
         data = {"format": FORMAT_VERSION, "model": to_dict(config), "files": files, "extra": dict(extra or {})}
-        (place / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        (staging / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def check_full_precision(folder: str | os.PathLike[str], what: str) -> None:
-    """Refuse a model folder whose weights are held in fewer bits (UserError), for `what` needs them in full precision."""
+def check_full_precision(folder: str | os.PathLike[str], work: str) -> None:
+    """Refuse a model folder whose weights are held in fewer bits (UserError), for `work` needs them in full precision."""
     path = local_path(folder)
     with naming(folder, path):
         form = stored_form(_read(path), path / CONFIG)
     if form is not None:
         raise UserError(
-            f"{folder} holds {form} weights, which only answer: {what} needs the folder in full precision that it was made from"
+            f"{folder} holds {form} weights, which only answer: {work} needs the folder in full precision that it was made from"
         )
 
 
@@ -212,8 +213,8 @@ def load_codec_of(
     """The codec of a model folder; None where it has weights that are neither in it nor in `codec_folder`. PackageError where
     its package is not installed."""
     own = local_path(folder) / CODEC
-    place = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
-    return load_if_given(config.codec, place, device)
+    weights = Path(codec_folder) if codec_folder is not None else own if own.is_dir() else None
+    return load_if_given(config.codec, weights, device)
 
 
 def _move(model: SpeechModel, device: torch.device | str, dtype: torch.dtype | None) -> None:
@@ -233,7 +234,7 @@ def stored_dtype(folder: str | os.PathLike[str]) -> torch.dtype | None:
     try:
         with safe_open(local_path(folder) / WEIGHTS, "pt") as file:
             shapes = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            largest = max(shapes.values(), key=lambda one: math.prod(one.get_shape()))
+            largest = max(shapes.values(), key=lambda tensor: math.prod(tensor.get_shape()))
             return DTYPES.get(largest.get_dtype())
     except (OSError, SafetensorError, ValueError):
         return None
@@ -265,16 +266,16 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise UserError(f"{file} cannot be read ({error}); fetch or save the folder again") from error
     if not isinstance(data, dict) or "model" not in data or data.get("format") not in (FORMAT_VERSION, QUANTIZED_FORMAT):
-        found = data.get("format") if isinstance(data, dict) else None
+        version = data.get("format") if isinstance(data, dict) else None
         raise UserError(
-            f"{file}: format {found!r} is unknown; this version reads format {FORMAT_VERSION} and, for weights in fewer bits, "
-            f"{QUANTIZED_FORMAT}"
+            f"{file}: format {version!r} is unknown; this version reads format {FORMAT_VERSION} and, for weights in fewer "
+            f"bits, {QUANTIZED_FORMAT}"
         )
     return data
 
 
-def stored_form(data: Mapping[str, Any], place: Path) -> str | None:
-    """The form in fewer bits in which the configuration at `place` says that the weights are held; None for full precision.
+def stored_form(data: Mapping[str, Any], file: Path) -> str | None:
+    """The form in fewer bits in which the configuration at `file` says that the weights are held; None for full precision.
     UserError where it is not known."""
     if data.get("format") != QUANTIZED_FORMAT:
         return None
@@ -282,48 +283,48 @@ def stored_form(data: Mapping[str, Any], place: Path) -> str | None:
     form = held.get("form") if isinstance(held, dict) else None
     if form not in QUANTIZED:
         raise UserError(
-            f"{place}: the weights are held as {form!r}; this version reads {' and '.join(QUANTIZED)}: quantise the original "
+            f"{file}: the weights are held as {form!r}; this version reads {' and '.join(QUANTIZED)}: quantise the original "
             "model again"
         )
     return str(form)
 
 
-def stored_checksums(data: Mapping[str, Any], place: Path) -> dict[str, int]:
-    """The checksums of the linears' weights in full precision that the configuration at `place` of a folder in int8 holds."""
-    found = data["quantized"].get("checksums", {})
-    if not isinstance(found, dict) or not all(isinstance(value, int) for value in found.values()):
-        raise UserError(f"{place}: quantized: checksums must be whole numbers by name; fetch or save the folder again")
-    return found
+def stored_checksums(data: Mapping[str, Any], file: Path) -> dict[str, int]:
+    """The checksums of the linears' weights in full precision that the configuration at `file` of a folder in int8 holds."""
+    checksums = data["quantized"].get("checksums", {})
+    if not isinstance(checksums, dict) or not all(isinstance(value, int) for value in checksums.values()):
+        raise UserError(f"{file}: quantized: checksums must be whole numbers by name; fetch or save the folder again")
+    return checksums
 
 
-def stored_extra(data: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The plain data (`extra`) of the configuration at `place`."""
+def stored_extra(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The plain data (`extra`) of the configuration at `file`."""
     extra = data.get("extra", {})
     if not isinstance(extra, dict):
-        raise UserError(f"{place}: extra is {extra!r}; it must be an object; fetch or save the folder again")
+        raise UserError(f"{file}: extra is {extra!r}; it must be an object; fetch or save the folder again")
     return extra
 
 
-def listed_files(data: Mapping[str, Any], place: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of each file that the configuration at `place` lists: the weights and the tokenizer among them, and none
+def listed_files(data: Mapping[str, Any], file: Path) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 of each file that the configuration at `file` lists: the weights and the tokenizer among them, and none
     outside of its folder (UserError)."""
     listed = data.get("files", {})
     if not isinstance(listed, dict):
-        raise UserError(f"{place}: files is {listed!r}; it must list the folder's files; fetch or save the folder again")
+        raise UserError(f"{file}: files is {listed!r}; it must list the folder's files; fetch or save the folder again")
     out: dict[str, tuple[int, int]] = {}
     for name, entry in listed.items():
-        check_inside(place.parent, name, place)
+        check_inside(file.parent, name, file)
         match entry:
             case {"bytes": int(size), "crc32": int(checksum)}:
                 out[name] = size, checksum
             case _:
                 raise UserError(
-                    f"{place}: files: {name} is {entry!r}; it must hold the file's bytes and crc32, two whole numbers; "
+                    f"{file}: files: {name} is {entry!r}; it must hold the file's bytes and crc32, two whole numbers; "
                     "fetch or save the folder again"
                 )
     for name in (WEIGHTS, TOKENIZER):
         if name not in out:
-            raise UserError(f"{place}: files does not list {name}, whose checksum it must hold; fetch or save the folder again")
+            raise UserError(f"{file}: files does not list {name}, whose checksum it must hold; fetch or save the folder again")
     return out
 
 
@@ -331,11 +332,11 @@ def foreign_file(folder: str | os.PathLike[str]) -> str | None:
     """Name of the first file, or link, in a model folder that is none of its model's; UserError where it is no such folder."""
     path = Path(folder)
     own = {CONFIG, *listed_files(_read(path), path / CONFIG)}
-    found = []
-    for place, folders, files in os.walk(path):
-        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        found += [Path(place, name).relative_to(path).as_posix() for name in [*files, *links]]
-    return min((name for name in found if name not in own), default=None)
+    names = []
+    for parent, folders, files in os.walk(path):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        names += [Path(parent, name).relative_to(path).as_posix() for name in [*files, *links]]
+    return min((name for name in names if name not in own), default=None)
 
 
 def check_sizes(folder: str | os.PathLike[str]) -> None:
@@ -374,8 +375,8 @@ def _check_size(file: Path, wanted: int) -> None:
     size = file.stat().st_size
     if size != wanted:
         refuse_pointer(file)
-        kind = "truncated" if size < wanted else "longer than it was"
-        raise UserError(f"{file} is {kind}: {size} bytes of {wanted}; fetch or save the folder again")
+        problem = "truncated" if size < wanted else "longer than it was"
+        raise UserError(f"{file} is {problem}: {size} bytes of {wanted}; fetch or save the folder again")
 
 
 def _crc32(file: Path) -> int:
@@ -431,8 +432,8 @@ class RoundedRows:
     def _weight(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, *self.source.shape[1:], dtype=torch.int8)
         for first, rows in self._pieces(start, stop):
-            place = first - start
-            out[place : place + len(rows)] = whole_numbers(rows, self.largest[first : first + len(rows)])
+            offset = first - start
+            out[offset : offset + len(rows)] = whole_numbers(rows, self.largest[first : first + len(rows)])
         return out
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -440,14 +441,6 @@ class RoundedRows:
         step = max(1, PIECE * self.source.length // max(1, self.source.nbytes))
         for first in range(start, stop, step):
             yield first, self.source.read(first, min(first + step, stop))
-
-
-def not_finite(name: str, where: object) -> UserError:
-    """The error for a tensor with NaN or infinity."""
-    return UserError(
-        f"{where}: tensor {name} holds numbers that are not finite, so the model can answer nothing; take the weights of an "
-        "earlier step, or fetch them again"
-    )
 
 
 def int8_tensors(
@@ -492,8 +485,8 @@ def model_in_int8(config: ModelConfig, state: Mapping[str, Tensor], checksums: M
     check_state(state, model.state_dict(), where)
     wanted = {**dict.fromkeys(held, torch.int8), **dict.fromkeys(held.values(), torch.float32)}
     for name, tensor in state.items():
-        kind = wanted.get(name)
-        if tensor.dtype != kind if kind is not None else tensor.dtype not in FLOATS:
+        dtype = wanted.get(name)
+        if tensor.dtype != dtype if dtype is not None else tensor.dtype not in FLOATS:
             raise UserError(
                 f"{where}: tensor {name} is {type_name(tensor.dtype)}, which does not fit a model in int8; quantise the "
                 "original model again"

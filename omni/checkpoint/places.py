@@ -21,10 +21,10 @@ def no_folder(path: Path) -> str:
     """Error text: why there is no folder of that name, and what to do."""
     wanted = f"a folder with {CONFIG} and {WEIGHTS}"
     if path.is_file():
-        kind = "a pickle, which could run code; convert it to safetensors, and" if is_pickle(path) else "a file, not a folder;"
-        return f"model {path} is {kind} give {wanted}"
-    place = real_place(path)
-    left = sorted(place.parent.glob(f".{glob.escape(place.name)}.old-*"))
+        form = "a pickle, which could run code; convert it to safetensors, and" if is_pickle(path) else "a file, not a folder;"
+        return f"model {path} is {form} give {wanted}"
+    resolved = real_place(path)
+    left = sorted(resolved.parent.glob(f".{glob.escape(resolved.name)}.old-*"))
     if left:
         return f"model folder {path} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back"
     return f"model folder {path} does not exist; give {wanted}"
@@ -44,17 +44,17 @@ def is_pickle(file: Path) -> bool:
 
 def adapters_in(folder: Path) -> dict[str, Path]:
     """The adapters that a model folder holds (`adapters/NAME`), by name."""
-    found = sorted((folder / ADAPTERS).glob(f"*/{ADAPTER_CONFIG}"))
-    return {place.parent.name: place.parent for place in found}
+    configs = sorted((folder / ADAPTERS).glob(f"*/{ADAPTER_CONFIG}"))
+    return {config.parent.name: config.parent for config in configs}
 
 
-def find_adapter(given: str | os.PathLike[str], model: str | os.PathLike[str] | None) -> Path:
-    """The folder of an adapter: `given`, or, where nothing is there, the one of that name in the model's folder.
+def find_adapter(adapter: str | os.PathLike[str], model: str | os.PathLike[str] | None) -> Path:
+    """The folder of an adapter: `adapter`, or, where nothing is there, the one of that name in the model's folder.
 
     Raises:
         UserError: there is no such folder, and the model has other adapters.
     """
-    path = Path(given)
+    path = Path(adapter)
     if model is None or path.exists():
         return path
     known = adapters_in(local_path(model))

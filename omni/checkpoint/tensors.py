@@ -81,10 +81,10 @@ def check_header(config: ModelConfig, path: Path) -> None:
     file = open_safetensors(path, most=1_000_000 + 16_000 * sum(stacks.values()))
     shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
     for prefix, count in stacks.items():
-        found = {name.removeprefix(prefix).partition(".")[0] for name in shapes if name.startswith(prefix)}
-        if len(found) != count:
+        layers = {name.removeprefix(prefix).partition(".")[0] for name in shapes if name.startswith(prefix)}
+        if len(layers) != count:
             raise UserError(
-                f"{path}: the configuration asks for {count} layers {prefix}*, the weights have {len(found)}; they belong to "
+                f"{path}: the configuration asks for {count} layers {prefix}*, the weights have {len(layers)}; they belong to "
                 "another configuration"
             )
     for name, wanted in _key_shapes(config).items():
@@ -154,11 +154,11 @@ def check_inside(folder: Path, name: str, where: Path) -> None:
     if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise out
     try:
-        home, place = folder.resolve(), (folder / name).resolve()
+        home, target = folder.resolve(), (folder / name).resolve()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{where}: files: {name!r:.100} cannot be followed ({error}); {AGAIN}") from error
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(place.is_relative_to(one) for one in homes):
+    if not any(target.is_relative_to(root) for root in homes):
         raise out
 
 
@@ -184,11 +184,15 @@ def check_finite(model: nn.Module, where: Path, dtype: torch.dtype | None) -> No
     """
     for name, tensor in model.state_dict().items():
         if not finite(tensor):
-            way = f"load it in another type than {dtype}, or " if dtype is not None else ""
-            raise UserError(
-                f"{where}: tensor {name} holds numbers that are not finite, so the model can answer nothing; {way}take the "
-                "weights of an earlier step, or fetch them again"
-            )
+            raise not_finite(name, where, f"load it in another type than {dtype}, or " if dtype is not None else "")
+
+
+def not_finite(name: str, where: object, way: str = "") -> UserError:
+    """The error for a tensor with NaN or infinity; `way`: advice that comes first."""
+    return UserError(
+        f"{where}: tensor {name} holds numbers that are not finite, so the model can answer nothing; {way}take the weights of "
+        "an earlier step, or fetch them again"
+    )
 
 
 PIECE = 8 << 20
@@ -242,8 +246,8 @@ def read_pieces(path: Path) -> dict[str, Lazy]:
     return out
 
 
-def _piece(file: Any, place: int, tensor: Lazy, start: int, stop: int) -> Tensor:
-    """Rows `[start, stop)` of a tensor whose bytes begin at `place`."""
+def _piece(file: Any, offset: int, tensor: Lazy, start: int, stop: int) -> Tensor:
+    """Rows `[start, stop)` of a tensor whose bytes begin at `offset`."""
     size = tensor.nbytes // max(1, tensor.length)
     out = (
         torch.empty(stop - start, *tensor.shape[1:], dtype=tensor.dtype)
@@ -252,7 +256,7 @@ def _piece(file: Any, place: int, tensor: Lazy, start: int, stop: int) -> Tensor
     )
     data: Any = out.view(-1).view(torch.uint8).numpy()
     view = memoryview(data)
-    file.seek(place + start * size)
+    file.seek(offset + start * size)
     while len(view):
         count = file.readinto(view)
         if not count:
@@ -312,11 +316,11 @@ def _read_any(path: Path) -> dict[str, Lazy]:
 
 
 def _read_shards(index: Path) -> dict[str, Lazy]:
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not places:
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
         raise UserError(f"{index} has no weight_map; fetch it again")
     out: dict[str, Lazy] = {}
-    shards = sorted({str(place) for place in places.values()})
+    shards = sorted(map(str, set(shard_of.values())))
     for number, shard in enumerate(shards, 1):
         path = index.parent / shard
         if Path(shard).name != shard:
@@ -324,10 +328,10 @@ def _read_shards(index: Path) -> dict[str, Lazy]:
         if not path.is_file():
             raise UserError(f"shard {path} is missing ({number} of {len(shards)} in {index.name}); fetch it")
         for name, tensor in _read_any(path).items():
-            if places.get(name) != shard:
+            if shard_of.get(name) != shard:
                 raise UserError(f"{path} holds tensor {name}, which {index.name} does not place there; fetch the folder again")
             out[name] = tensor
-    for name, shard in places.items():
+    for name, shard in shard_of.items():
         if name not in out:
             raise UserError(f"tensor {name} is missing in shard {index.parent / shard}; fetch it again")
     return out
@@ -379,8 +383,8 @@ def write_safetensors(
     end = 0
     for name in order:
         tensor = tensors[name]
-        place = [end, end + tensor.nbytes]
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        offsets = [end, end + tensor.nbytes]
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         end += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -415,20 +419,20 @@ ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2",
 def file_layout(
     tensors: Mapping[str, Tensor | Lazy], notes: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The first bytes of a safetensors file of these tensors, the place of each tensor in it, in their order, and its size."""
-    places: dict[str, int] = {}
+    """The first bytes of a safetensors file of these tensors, the offset of each tensor in it, in their order, and its size."""
+    offsets: dict[str, int] = {}
     entries: dict[str, Any] = {} if notes is None else {"__metadata__": dict(sorted(notes.items()))}
     end = 0
     for name in sorted(tensors, key=lambda name: (ORDER.index(CODES[tensors[name].dtype]), name)):
         tensor = tensors[name]
-        places[name], size = end, tensor.nbytes
+        offsets[name], size = end, tensor.nbytes
         data_offsets = [end, end + size]
         entries[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": data_offsets}
         end += size
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, {name: start + place for name, place in places.items()}, start + end
+    return struct.pack("<Q", len(text)) + text, {name: start + offset for name, offset in offsets.items()}, start + end
 
 
 def save_tensors(
@@ -446,10 +450,10 @@ def save_tensors(
         OSError: from the file system.
         NotFinite: a tensor has such values.
     """
-    head, places, size = file_layout(tensors, notes)
+    head, offsets, size = file_layout(tensors, notes)
     with LargeFile(path, size) as file:
         file.write(head)
-        for name in places:
+        for name in offsets:
             tensor = tensors[name]
             for piece in pieces(tensor if isinstance(tensor, Lazy) else Lazy.of(tensor)):
                 if only_finite and not finite(piece):

@@ -64,9 +64,9 @@ _EXACT = _ExactConvolutions()
 
 
 @functools.cache
-def _column(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _column(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(numbers, device=device)[:, None]
+        return torch.tensor(sizes, device=device)[:, None]
 
 
 class AudioCodec(ABC):
@@ -129,9 +129,9 @@ class AudioCodec(ABC):
         with self._plain(), named(f"codec {self.name}"):
             codes = self._encode(audio.to(self.device, torch.float32))
         wanted = [len(self.codebook_sizes), self.frames(audio.numel())]
-        found = list(getattr(codes, "shape", [type(codes).__name__]))
-        if found != wanted:
-            raise UserError(f"{self.name} made codes {found} of {audio.numel()} samples; its sizes ask for {wanted}")
+        shape = list(getattr(codes, "shape", [type(codes).__name__]))
+        if shape != wanted:
+            raise UserError(f"{self.name} made codes {shape} of {audio.numel()} samples; its sizes ask for {wanted}")
         return codes
 
     def decode(self, codes: Tensor, seed: int = 0) -> Tensor:
@@ -246,7 +246,7 @@ class CodecStream(ABC):
 
 @dataclass
 class Decoding:
-    """An open stream of a batch: what its decoder keeps, and how many frames and samples it has taken and given."""
+    """An open stream of a batch: its decoder's state, and the frames and samples that it has taken and returned."""
 
     state: Any
     pushed: int = 0
@@ -358,35 +358,37 @@ class CodecBatch(ABC):
     def _sounds(self, streams: Sequence[int], codes: Tensor | None) -> dict[int, Tensor | Exception]:
         """Decodes checked `codes` `[N, K, f]`, or the ends of streams, and counts; failed streams are closed."""
         decoding = [self._decoding[stream] for stream in streams]
-        states = [one.state for one in decoding]
+        states = [entry.state for entry in decoding]
         try:
             sounds = _on_host(self._push(states, codes) if codes is not None else self._finish(states))
         except Exception as error:  # a failure of all together: nobody knows what was computed of whom
             sounds = [error] * len(states)
         results: dict[int, Tensor | Exception] = {}
         finite = _all_finite(sounds)
-        for stream, one, sound in zip(streams, decoding, sounds, strict=True):
+        for stream, entry, sound in zip(streams, decoding, sounds, strict=True):
             if isinstance(sound, Tensor):
-                one.pushed += 0 if codes is None else codes.shape[2]
-                one.returned += sound.shape[0]
-                sound = self._judged(one, sound, finite, ended=codes is None)
+                entry.pushed += 0 if codes is None else codes.shape[2]
+                entry.returned += sound.shape[0]
+                sound = self._judged(entry, sound, finite, ended=codes is None)
             if isinstance(sound, Exception):
                 self.close(stream)
             results[stream] = sound
         return results
 
-    def _judged(self, one: Decoding, sound: Tensor, finite: bool, ended: bool) -> Tensor | Exception:
+    def _judged(self, decoding: Decoding, sound: Tensor, finite: bool, ended: bool) -> Tensor | Exception:
         """The sound, or what is wrong with it."""
-        name, whole = self.codec.name, one.pushed * self.codec.frame_samples
+        name, whole = self.codec.name, decoding.pushed * self.codec.frame_samples
         if not finite and not _all_finite([sound]):
-            return UserError(f"{name} made a sound that is not finite by frame {one.pushed - 1}: its weights are damaged")
-        if ended and one.returned != whole:
-            return UserError(f"{name} made {one.returned} samples of {one.pushed} frames; its frame_samples asks for {whole}")
+            return UserError(f"{name} made a sound that is not finite by frame {decoding.pushed - 1}: its weights are damaged")
+        if ended and decoding.returned != whole:
+            return UserError(
+                f"{name} made {decoding.returned} samples of {decoding.pushed} frames; its frame_samples asks for {whole}"
+            )
         return sound
 
     @abstractmethod
     def _start(self, seed: int) -> Any:
-        """What is kept of a new stream: its state."""
+        """Returns the state of a new stream."""
 
     @abstractmethod
     def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
@@ -434,14 +436,14 @@ def _joined(codes: Tensor) -> Tensor:
 
 
 def _all_finite(sounds: Sequence[Tensor | Exception]) -> bool:
-    there = [sound for sound in sounds if isinstance(sound, Tensor)]
-    return not there or bool(torch.cat(there).isfinite().all())
+    tensors = [sound for sound in sounds if isinstance(sound, Tensor)]
+    return not tensors or bool(torch.cat(tensors).isfinite().all())
 
 
 def _on_host(sounds: list[Tensor | Exception]) -> list[Tensor | Exception]:
     """The sounds on the host, by one copy."""
-    there = [sound for sound in sounds if isinstance(sound, Tensor)]
-    if not there or all(sound.device.type == "cpu" for sound in there):
+    tensors = [sound for sound in sounds if isinstance(sound, Tensor)]
+    if not tensors or all(sound.device.type == "cpu" for sound in tensors):
         return sounds
-    here = iter(torch.cat(there).cpu().split([len(sound) for sound in there]))
+    here = iter(torch.cat(tensors).cpu().split([len(sound) for sound in tensors]))
     return [next(here).clone() if isinstance(sound, Tensor) else sound for sound in sounds]

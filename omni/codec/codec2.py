@@ -197,10 +197,10 @@ def _decoded(streams: Sequence[_Codec2Stream], codes: Tensor) -> np.ndarray:
 def _call(context: Any, function: Any, state: Any, target: Any, source: Any) -> Any:
     """Calls the C function at an address, which takes three pointers."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(64)
-        pointer = builder.inttoptr(given[0], ir.FunctionType(ir.VoidType(), [word] * 3).as_pointer())
-        builder.call(pointer, given[1:])
+        pointer = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), [word] * 3).as_pointer())
+        builder.call(pointer, arguments[1:])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), generate

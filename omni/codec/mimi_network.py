@@ -27,7 +27,7 @@ from torch import Tensor
 
 from omni.codec.network import read_settings
 from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample, product
-from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
+from omni.codec.streams import LayerTiming, RowPlan, StreamCall, StreamStep
 from omni.errors import UserError
 from omni.model.attention import attention
 from omni.model.kv_cache import KVCache
@@ -59,19 +59,19 @@ class Transformer(NamedTuple):
     eps: float
     inverse_frequencies: Tensor
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        return place
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        return timing
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        return _TransformerStep(self, place, plan)
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
+        return _TransformerStep(self, timing, plan)
 
 
 class _TransformerStep:
     """Streams a `Transformer`; its cache has a row per stream."""
 
-    def __init__(self, layer: Transformer, place: LayerPlace, plan: RowPlan) -> None:
-        self._layer, self._place = layer, place
-        self._chunk = plan.chunk * place.rate
+    def __init__(self, layer: Transformer, timing: LayerTiming, plan: RowPlan) -> None:
+        self._layer, self._timing = layer, timing
+        self._chunk = plan.chunk * timing.rate
         self._cache = self._make(1)
         plan.stores.append(self)
 
@@ -80,7 +80,7 @@ class _TransformerStep:
         if x.shape[1] == 0:
             return x
         cache = self._cache if len(call.rows) == self._cache.rows else self._cache.select(call.rows)
-        positions = call.positions(self._place, x.shape[1])
+        positions = call.positions(self._timing, x.shape[1])
         mask = cache.begin_forward(positions)
         angles = (positions[..., None].float() * layer.inverse_frequencies).repeat(1, 1, 2)[:, None]  # [N, 1, T, D]
         turn = angles.cos(), angles.sin()
@@ -265,8 +265,8 @@ def _block(config: MimiConfig, take: Take, name: str) -> MimiBlock:
     size, inside, head = config.hidden_size, config.intermediate_size, config.head_size
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
 
-    def norm(which: str) -> tuple[Tensor, Tensor]:
-        return take(f"{name}.{which}.weight", size), take(f"{name}.{which}.bias", size)
+    def norm(norm_name: str) -> tuple[Tensor, Tensor]:
+        return take(f"{name}.{norm_name}.weight", size), take(f"{name}.{norm_name}.bias", size)
 
     qkv = torch.cat([take(f"{name}.self_attn.{part}_proj.weight", count * head, size) for part, count in heads.items()])
     out = take(f"{name}.self_attn.o_proj.weight", size, config.num_attention_heads * head)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecBatch, CodecStream
 from omni.codec.streaming import Layer, after, steps_of
-from omni.codec.streams import LayerPlace, RowPlan, StreamRow, Streams, on_device
+from omni.codec.streams import LayerTiming, RowPlan, StreamRow, Streams, on_device
 from omni.errors import UserError
 from omni.files import refuse_pointer
 
@@ -36,7 +36,7 @@ class NetworkCodec(AudioCodec):
     """Streams that pass through the layers together on a CPU: more do not fit its caches."""
 
     def exact_samples(self, frames: int) -> int:
-        rate, lag = after(self._decoder, LayerPlace(self._latent_rate, 0))
+        rate, lag = after(self._decoder, LayerTiming(self._latent_rate, 0))
         return max(0, frames * rate - lag)
 
     def decode(self, codes: Tensor, seed: int = 0) -> Tensor:
@@ -71,7 +71,7 @@ class NetworkCodec(AudioCodec):
 
     def _end(self, streams: Streams, rows: Sequence[StreamRow]) -> list[Tensor]:
         """Sounds `[S]` that are left at the end."""
-        if after(self._decoder, LayerPlace(self._latent_rate, 0)).lag == 0:
+        if after(self._decoder, LayerTiming(self._latent_rate, 0)).lag == 0:
             return [torch.empty(0, dtype=torch.float32, device=self.device)] * len(rows)
         empty = torch.empty(len(rows), len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
         return [self._heard(sound[:, 0]) for sound in streams.run(rows, self.latents(empty), 0, last=True)]
@@ -152,8 +152,8 @@ class NetworkBatch(CodecBatch):
 
 def streams_of(layers: Sequence[Layer], rate: int, device: torch.device, chunk: int = 1) -> Streams:
     """Streams of a network with `rate` inputs a frame, of up to `chunk` frames a call."""
-    plan, place = RowPlan(chunk), LayerPlace(rate, 0)
-    return Streams(steps_of(layers, place, plan), plan, after(layers, place), device)
+    plan, timing = RowPlan(chunk), LayerTiming(rate, 0)
+    return Streams(steps_of(layers, timing, plan), plan, after(layers, timing), device)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Registry of audio codecs, and what is known of each without its weights or the packages that it computes with."""
+"""Registry of audio codecs, with the facts of each that need neither its weights nor the packages that it computes with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Load = TypeVar("Load", bound="Callable[[Path | None, torch.device], AudioCodec]"
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """What is known of a codec without its weights.
+    """Describes a codec without its weights.
 
     Attributes:
         name: in configurations, model folders and prepared rows.
@@ -33,7 +33,7 @@ class CodecSpec:
         codebook_sizes: number of codes of each stream, in the model's order.
         weights: files that a folder of its weights holds, for messages; empty for a codec without weights.
         kind: format of its weights in `omni.convert`; by default its name.
-        orders: other orders in which files store the codes of a frame: for each of the model's streams the place in the file.
+        orders: other orders in which files store the codes of a frame: for each of the model's streams its index in the file.
         layout: preset of `Layout` for models that are grown for it; by default one stream a codebook, each delayed by one more.
         random: makes one with random weights, for measuring its speed; by default `load` without a folder.
     """
@@ -130,11 +130,11 @@ def _check_loaded(spec: CodecSpec, codec: Any) -> None:
         raise UserError(f"codec {spec.name}: its function loaded {type(codec).__name__}; it must return an AudioCodec")
     if spec.weights:  # its folder decides
         return
-    found = (codec.name, codec.sample_rate, float(codec.frame_rate), tuple(codec.codebook_sizes))
+    actual = (codec.name, codec.sample_rate, float(codec.frame_rate), tuple(codec.codebook_sizes))
     wanted = (spec.name, spec.sample_rate, float(spec.frame_rate), spec.codebook_sizes)
-    for what, one, other in zip(("name", "sample_rate", "frame_rate", "codebook_sizes"), found, wanted, strict=True):
-        if one != other:
-            raise UserError(f"codec {spec.name}: {what} is {one!r}, and it is registered with {other!r}: make them one")
+    for name, value, other in zip(("name", "sample_rate", "frame_rate", "codebook_sizes"), actual, wanted, strict=True):
+        if value != other:
+            raise UserError(f"codec {spec.name}: {name} is {value!r}, and it is registered with {other!r}: make them one")
 
 
 def load_if_given(name: str, folder: str | Path | None, device: str | torch.device = "cpu") -> AudioCodec | None:
@@ -159,8 +159,8 @@ def _mimi(folder: Path | None, device: torch.device, codebooks: int) -> AudioCod
     """Mimi of a folder, or with random weights."""
     from omni.codec.mimi import MimiCodec
 
-    given: dict[str, Any] = {"device": device, "codebooks": codebooks}
-    return MimiCodec.random(**given) if folder is None else MimiCodec.from_folder(folder, **given)
+    options: dict[str, Any] = {"device": device, "codebooks": codebooks}
+    return MimiCodec.random(**options) if folder is None else MimiCodec.from_folder(folder, **options)
 
 
 CODECS.add("codec2", CodecSpec("codec2", _load_codec2, 8000, 25.0, (512, 512, 16, 64), layout="codec2"))

@@ -47,7 +47,7 @@ from torch.nn.utils import parametrize
 
 from omni.codec.network import NetworkCodec, read_settings
 from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample
-from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
+from omni.codec.streams import LayerTiming, RowPlan, StreamCall, StreamStep
 from omni.errors import PackageError, UserError, closest
 from omni.files import refuse_pointer
 
@@ -121,7 +121,7 @@ class SnacCodec(NetworkCodec):
 
     def latents(self, codes: Tensor) -> Tensor:
         z = torch.zeros(1, dtype=torch.float32, device=self.device)
-        for quantizer, level in zip(self._model.quantizer.quantizers, _levels(codes, self.strides), strict=True):
+        for quantizer, level in zip(self._model.quantizer.quantizers, to_levels(codes, self.strides), strict=True):
             projection = quantizer.out_proj
             part = F.linear(quantizer.codebook(level), projection.weight[:, :, 0], projection.bias)
             z = z + part.repeat_interleave(quantizer.stride, dim=1)
@@ -143,19 +143,12 @@ def stream_levels(strides: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_levels(codes: Tensor, strides: Sequence[int] = (4, 2, 1)) -> list[Tensor]:
-    """Splits codes `[K, F]` into one sequence per level in order of time: `[F]`, `[2 F]` and `[4 F]` for (4, 2, 1)."""
-    of_stream = stream_levels(strides)
-    if codes.ndim != 2 or codes.shape[0] != len(of_stream):
-        raise UserError(f"SNAC codes are [{len(of_stream)} streams, frames], not {list(codes.shape)}: pass one row per stream")
-    return [level[0] for level in _levels(codes[None], strides)]
-
-
-def _levels(codes: Tensor, strides: Sequence[int]) -> list[Tensor]:
-    """One sequence `[N, F]`, `[N, 2 F]` ... per level of codes `[N, K, F]`; no indices go to the codes' device."""
+    """Splits codes `[..., K, F]` into one sequence per level in order of time: `[..., F]`, `[..., 2 F]` and `[..., 4 F]` for
+    (4, 2, 1). No indices go to the codes' device."""
     rows: list[list[Tensor]] = [[] for _ in strides]
-    for level, stream in zip(stream_levels(strides), codes.unbind(1), strict=True):
+    for level, stream in zip(stream_levels(strides), codes.unbind(-2), strict=True):
         rows[level].append(stream)
-    return [torch.stack(row, dim=2).flatten(1) for row in rows]
+    return [torch.stack(row, dim=-1).flatten(-2) for row in rows]
 
 
 def from_levels(levels: Sequence[Tensor], strides: Sequence[int] = (4, 2, 1)) -> Tensor:
@@ -270,22 +263,22 @@ class Noise(NamedTuple):
     linear: Conv
     number: int
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        return place
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        return timing
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        return _NoiseStep(self, place, plan)
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
+        return _NoiseStep(self, timing, plan)
 
 
 class _NoiseStep:
     """Streams a `Noise`: the noise is keyed by absolute position."""
 
-    def __init__(self, layer: Noise, place: LayerPlace, plan: RowPlan) -> None:
-        self._linear, self._place = layer.linear, place
+    def __init__(self, layer: Noise, timing: LayerTiming, plan: RowPlan) -> None:
+        self._linear, self._timing = layer.linear, timing
         self._key = plan.key(functools.partial(noise_key, layer.number))
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        noise = keyed_noise(call.key(self._key), call.positions(self._place, x.shape[1]))
+        noise = keyed_noise(call.key(self._key), call.positions(self._timing, x.shape[1]))
         return torch.addcmul(x, noise[..., None], self._linear(x))
 
 

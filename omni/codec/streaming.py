@@ -11,7 +11,7 @@ Lags are constant, so streams of any age pass through a layer in one call: in th
 positions below 0, y-3 to y-1 here. They are left out where all streams of the call have them, and are otherwise zeroed before
 a layer that keeps positions, which must find there what the whole network pads with.
 
-A *layer* holds weights; `layer.step(place, plan)` makes a *step*, which knows its place in a network, and which numbers of a
+A *layer* holds weights; `layer.step(timing, plan)` makes a *step*, which knows its timing in a network, and which numbers of a
 stream are its own (`omni/codec/streams.py` holds them). Tensors are `[N, T, C]`: N streams, T positions, C channels; T may be
 0. Positions come before channels: what is kept is then contiguous, and neither transposed nor depthwise convolutions reorder
 memory. Matrices are stored [out, in].
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.streams import LayerPlace, RowPlan, StreamCall, StreamStep
+from omni.codec.streams import LayerTiming, RowPlan, StreamCall, StreamStep
 
 SLICE = 2**18
 """Numbers in one slice of a matrix: slices that fit a core's cache make products with few positions faster."""
@@ -35,11 +35,11 @@ SLICE = 2**18
 class Layer(Protocol):
     """The weights of one layer."""
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        """Where the next layer is, if this one is at `place`."""
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        """The timing of the next layer, if this one has `timing`."""
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        """This layer at a place in a network, with what it keeps reserved in `plan`."""
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
+        """This layer within a network, with what it keeps reserved in `plan`."""
 
 
 def run(steps: Sequence[StreamStep], x: Tensor, call: StreamCall) -> Tensor:
@@ -49,19 +49,19 @@ def run(steps: Sequence[StreamStep], x: Tensor, call: StreamCall) -> Tensor:
     return x
 
 
-def after(layers: Sequence[Layer], place: LayerPlace) -> LayerPlace:
-    """The place behind the last layer, if the first is at `place`."""
+def after(layers: Sequence[Layer], timing: LayerTiming) -> LayerTiming:
+    """The timing behind the last layer, if the first has `timing`."""
     for layer in layers:
-        place = layer.after(place)
-    return place
+        timing = layer.after(timing)
+    return timing
 
 
-def steps_of(layers: Sequence[Layer], place: LayerPlace, plan: RowPlan) -> list[StreamStep]:
+def steps_of(layers: Sequence[Layer], timing: LayerTiming, plan: RowPlan) -> list[StreamStep]:
     """The steps of layers that follow each other."""
     steps = []
     for layer in layers:
-        steps.append(layer.step(place, plan))
-        place = layer.after(place)
+        steps.append(layer.step(timing, plan))
+        timing = layer.after(timing)
     return steps
 
 
@@ -90,10 +90,10 @@ class Activation(NamedTuple):
 
     function: Callable[[Tensor], Tensor]
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        return place
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        return timing
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
         return self
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
@@ -145,11 +145,11 @@ class Conv(NamedTuple):
         """Channels of the input."""
         return self.weight.shape[1] * self.groups if self.groups > 1 else self.weight.shape[1] // self.kernel
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        return LayerPlace(place.rate // self.stride, (place.lag + self.ahead) // self.stride)
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        return LayerTiming(timing.rate // self.stride, (timing.lag + self.ahead) // self.stride)
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        return _ConvStep(self, place, plan) if self.span > self.stride else Activation(self.__call__)
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
+        return _ConvStep(self, timing, plan) if self.span > self.stride else Activation(self.__call__)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs `[N, T, Cout]` of inputs `[N, span - stride + T * stride, C]`."""
@@ -171,13 +171,13 @@ class Conv(NamedTuple):
 class _ConvStep:
     """Streams a `Conv`."""
 
-    def __init__(self, layer: Conv, place: LayerPlace, plan: RowPlan) -> None:
-        self._layer, self._place, self._after = layer, place, layer.after(place)
+    def __init__(self, layer: Conv, timing: LayerTiming, plan: RowPlan) -> None:
+        self._layer, self._timing, self._after = layer, timing, layer.after(timing)
         self._own = plan.keep(layer.span - layer.stride, layer.inputs)
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         layer = self._layer
-        x = call.joined(self._own, x, self._place, layer.ahead, layer.replicate)
+        x = call.joined(self._own, x, self._timing, layer.ahead, layer.replicate)
         count = (x.shape[1] - (layer.span - layer.stride)) // layer.stride
         early = call.early(self._after, count)
         if early == count:
@@ -215,23 +215,23 @@ class Upsample(NamedTuple):
         """Channels of the input."""
         return self.weight.shape[1] // 2
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        return LayerPlace(place.rate * self.rate, place.lag * self.rate + self.cut)
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        return LayerTiming(timing.rate * self.rate, timing.lag * self.rate + self.cut)
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        return _UpsampleStep(self, place, plan)
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
+        return _UpsampleStep(self, timing, plan)
 
 
 class _UpsampleStep:
     """Streams an `Upsample`: r outputs an input, of which the last `cut` come with the end."""
 
-    def __init__(self, layer: Upsample, place: LayerPlace, plan: RowPlan) -> None:
-        self._layer, self._place, self._after = layer, place, layer.after(place)
+    def __init__(self, layer: Upsample, timing: LayerTiming, plan: RowPlan) -> None:
+        self._layer, self._timing, self._after = layer, timing, layer.after(timing)
         self._own = plan.keep(1, layer.inputs)
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         weight, bias, rate, cut = self._layer
-        x = call.joined(self._own, x, self._place, ahead=1)
+        x = call.joined(self._own, x, self._timing, ahead=1)
         pairs = torch.cat([x[:, 1:], x[:, :-1]], dim=2)
         y = product(pairs, weight, bias).view(x.shape[0], pairs.shape[1] * rate, bias.numel() // rate)
         if call.last:
@@ -246,20 +246,20 @@ class Residual(NamedTuple):
     inner: tuple[Layer, ...]
     shortcut: Conv | None = None
 
-    def after(self, place: LayerPlace) -> LayerPlace:
-        return after(self.inner, place)
+    def after(self, timing: LayerTiming) -> LayerTiming:
+        return after(self.inner, timing)
 
-    def step(self, place: LayerPlace, plan: RowPlan) -> StreamStep:
-        return _ResidualStep(self, place, plan)
+    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
+        return _ResidualStep(self, timing, plan)
 
 
 class _ResidualStep:
     """Streams a `Residual`: the shortcut is delayed by the lag of the inner layers."""
 
-    def __init__(self, layer: Residual, place: LayerPlace, plan: RowPlan) -> None:
-        self._inner = steps_of(layer.inner, place, plan)
-        self._shortcut = [] if layer.shortcut is None else [layer.shortcut.step(place, plan)]
-        self._lag = layer.after(place).lag - place.lag
+    def __init__(self, layer: Residual, timing: LayerTiming, plan: RowPlan) -> None:
+        self._inner = steps_of(layer.inner, timing, plan)
+        self._shortcut = [] if layer.shortcut is None else [layer.shortcut.step(timing, plan)]
+        self._lag = layer.after(timing).lag - timing.lag
         if self._lag:
             channels = next(part.inputs for part in layer.inner if isinstance(part, Conv))
             self._own = plan.keep(self._lag, channels)

@@ -1,4 +1,4 @@
-"""What the layers of a network keep of each stream: a row of numbers per stream, in memory that grows and shrinks with them.
+"""The state of a streaming network's layers: a row of numbers per stream, in memory that grows and shrinks with them.
 
 Rows are neighbours: the last one moves to where a stream is closed. A call of all streams, or of neighbours, works in that
 memory; for others their rows are gathered and written back. A new stream's row is zeroed, whatever it held.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 
-class LayerPlace(NamedTuple):
-    """Where a layer is in its network: positions of a frame, and the positions by which its inputs lag."""
+class LayerTiming(NamedTuple):
+    """Timing of a layer's inputs: positions of a frame, and the positions by which they lag."""
 
     rate: int
     lag: int
@@ -36,7 +36,7 @@ class StreamStep(Protocol):
 
 
 class RowStore(Protocol):
-    """What a step keeps in memory of its own: rows like those of all."""
+    """State that a step holds in memory of its own, with the same rows."""
 
     def resize(self, rows: int, used: int) -> None:
         """Make room for `rows` streams, and keep the first `used`."""
@@ -73,7 +73,7 @@ class StreamCall:
     """One pass of some streams through a network.
 
     Args:
-        numbers: rows `[N, size]` of what the steps keep, which they change.
+        state: rows `[N, size]` of the steps' state, which they change.
         words: rows `[N, 1 + 4 * keys]` of int64: the frames before this call, then each key.
         rows: number of each row in the stores.
         begun: the frames before this call, as the host knows them.
@@ -82,33 +82,33 @@ class StreamCall:
     """
 
     def __init__(
-        self, numbers: Tensor, words: Tensor, rows: list[int], begun: list[int], frames: int, last: bool, reach: int
+        self, state: Tensor, words: Tensor, rows: list[int], begun: list[int], frames: int, last: bool, reach: int
     ) -> None:
         self.rows, self.frames, self.last = rows, frames, last
-        self._numbers, self._words = numbers, words
+        self._state, self._words = state, words
         self._fresh = [row for row, count in enumerate(begun) if count == 0]
         self._young = [(row, count) for row, count in enumerate(begun) if count < reach]
         self._oldest = max(begun)
         self._reach = reach
 
-    def positions(self, place: LayerPlace, count: int) -> Tensor:
+    def positions(self, timing: LayerTiming, count: int) -> Tensor:
         """Positions `[N, count]` (int64) of a step's inputs, where `count` of them came."""
-        first = self._missing(place, count) - place.lag
+        first = self._missing(timing, count) - timing.lag
         device = self._words.device
-        return self._words[:, :1] * place.rate + torch.arange(first, first + count, device=device)
+        return self._words[:, :1] * timing.rate + torch.arange(first, first + count, device=device)
 
     def key(self, number: int) -> Tensor:
         """A key's words `[N, 4]` (int64)."""
         return self._words[:, 1 + 4 * number : 5 + 4 * number]
 
-    def early(self, place: LayerPlace, count: int) -> int:
-        """How many of the first of `count` outputs are before the start of every stream; `place` is behind the step."""
+    def early(self, timing: LayerTiming, count: int) -> int:
+        """How many of the first of `count` outputs are before the start of every stream; `timing` is that behind the step."""
         if self._oldest >= self._reach:
             return 0
-        return self._before(place, count, self._oldest)
+        return self._before(timing, count, self._oldest)
 
-    def joined(self, own: RowPart, x: Tensor, place: LayerPlace, ahead: int = 0, replicate: bool = False) -> Tensor:
-        """What was kept of `own` and then the inputs x, zero before a stream's start, and the last kept for the next call.
+    def joined(self, own: RowPart, x: Tensor, timing: LayerTiming, ahead: int = 0, replicate: bool = False) -> Tensor:
+        """Joins the kept positions of `own` and the inputs x, zero before a stream's start, keeping the last ones for later.
 
         At the end `ahead` zeros follow.
         """
@@ -119,7 +119,7 @@ class StreamCall:
         parts = [kept, x, x.new_zeros(x.shape[0], ahead, x.shape[2])] if self.last and ahead else [kept, x]
         joined = torch.cat(parts, dim=1)
         for row, begun in self._young:
-            joined[row, own.positions : own.positions + self._before(place, x.shape[1], begun)].zero_()
+            joined[row, own.positions : own.positions + self._before(timing, x.shape[1], begun)].zero_()
         if not self.last:
             kept.copy_(joined[:, joined.shape[1] - own.positions :])
         return joined
@@ -133,39 +133,39 @@ class StreamCall:
         kept.copy_(joined[:, x.shape[1] :])
         return joined[:, : x.shape[1]]
 
-    def starts(self, place: LayerPlace, count: int) -> list[int]:
+    def starts(self, timing: LayerTiming, count: int) -> list[int]:
         """For each stream, how many of the first of `count` outputs are before its start."""
         starts = [0] * len(self.rows)
         for row, begun in self._young:
-            starts[row] = self._before(place, count, begun)
+            starts[row] = self._before(timing, count, begun)
         return starts
 
     def _kept(self, own: RowPart) -> Tensor:
-        return self._numbers[:, own.start : own.stop].unflatten(1, (own.positions, -1))
+        return self._state[:, own.start : own.stop].unflatten(1, (own.positions, -1))
 
-    def _missing(self, place: LayerPlace, count: int) -> int:
+    def _missing(self, timing: LayerTiming, count: int) -> int:
         """First positions of this call that were left out because all streams have them before their start."""
-        return (place.lag if self.last else self.frames * place.rate) - count
+        return (timing.lag if self.last else self.frames * timing.rate) - count
 
-    def _before(self, place: LayerPlace, count: int, begun: int) -> int:
-        return min(count, max(0, place.lag - begun * place.rate - self._missing(place, count)))
+    def _before(self, timing: LayerTiming, count: int, begun: int) -> int:
+        return min(count, max(0, timing.lag - begun * timing.rate - self._missing(timing, count)))
 
 
 class StreamRow:
-    """A stream's place in the memory, and the frames that it has taken."""
+    """A stream's row in the memory, and the frames that it has taken."""
 
     def __init__(self, number: int) -> None:
         self.number, self.frames = number, 0
 
 
 class Streams:
-    """The streams of a network of `steps` that were made with `plan`; `end` is the place behind the last one."""
+    """The streams of a network of `steps` that were made with `plan`; `end` is the timing behind the last one."""
 
-    def __init__(self, steps: Sequence[StreamStep], plan: RowPlan, end: LayerPlace, device: torch.device) -> None:
+    def __init__(self, steps: Sequence[StreamStep], plan: RowPlan, end: LayerTiming, device: torch.device) -> None:
         self._steps, self._plan, self._end = steps, plan, end
         self._reach = -(-end.lag // end.rate)
         self._rows: list[StreamRow] = []
-        self._numbers = torch.empty(0, plan.size, dtype=torch.float32, device=device)
+        self._state = torch.empty(0, plan.size, dtype=torch.float32, device=device)
         self._words = torch.empty(0, 1 + 4 * len(plan.words), dtype=torch.long, device=device)
 
     def __len__(self) -> int:
@@ -174,9 +174,9 @@ class Streams:
     def open(self, seed: int = 0) -> StreamRow:
         """Starts a stream."""
         row = StreamRow(len(self._rows))
-        if row.number == len(self._numbers):
+        if row.number == len(self._state):
             self._resize(max(1, 2 * row.number))
-        self._numbers[row.number].zero_()
+        self._state[row.number].zero_()
         words = [0, *(word for key in self._plan.words for word in key(seed))]
         self._words[row.number] = on_device(torch.tensor(words), self._words.device)
         for store in self._plan.stores:
@@ -189,34 +189,34 @@ class Streams:
         last = self._rows.pop()
         if last is not row:
             self._rows[row.number] = last
-            for memory in (self._numbers, self._words):
+            for memory in (self._state, self._words):
                 memory[row.number] = memory[last.number]
             for store in self._plan.stores:
                 store.move(last.number, row.number)
             last.number = row.number
-        if 4 * len(self._rows) <= len(self._numbers) > 1:
-            self._resize(len(self._numbers) // 2)
+        if 4 * len(self._rows) <= len(self._state) > 1:
+            self._resize(len(self._state) // 2)
 
     def run(self, rows: Sequence[StreamRow], x: Tensor, frames: int, last: bool = False) -> list[Tensor]:
         """Passes the next inputs `[N, T, C]` of `frames` frames through the network, for N streams in order of their rows.
 
         Returns the outputs `[t, C]` of each that became exact. `last`: the streams end; x is empty then.
         """
-        numbers = [row.number for row in rows]
-        first, count = numbers[0], len(numbers)
+        indices = [row.number for row in rows]
+        first, count = indices[0], len(indices)
         index = None
-        if numbers[-1] - first + 1 == count:
-            kept, words = self._numbers[first : first + count], self._words[first : first + count]
+        if indices[-1] - first + 1 == count:
+            kept, words = self._state[first : first + count], self._words[first : first + count]
         else:
-            index = on_device(torch.tensor(numbers), self._numbers.device)
-            kept, words = self._numbers[index], self._words[index]
-        call = StreamCall(kept, words, numbers, [row.frames for row in rows], frames, last, self._reach)
+            index = on_device(torch.tensor(indices), self._state.device)
+            kept, words = self._state[index], self._words[index]
+        call = StreamCall(kept, words, indices, [row.frames for row in rows], frames, last, self._reach)
         for step in self._steps:
             x = step(x, call)
         if not last:
             words[:, 0].add_(frames)
             if index is not None:
-                self._numbers.index_copy_(0, index, kept)
+                self._state.index_copy_(0, index, kept)
                 self._words.index_copy_(0, index, words)
             for row in rows:
                 row.frames += frames
@@ -225,7 +225,7 @@ class Streams:
 
     def _resize(self, rows: int) -> None:
         used = len(self._rows)
-        for name in ("_numbers", "_words"):
+        for name in ("_state", "_words"):
             old = getattr(self, name)
             new = old.new_zeros(rows, old.shape[1])
             new[:used] = old[:used]

@@ -69,15 +69,15 @@ class Foreign:
     """An external checkpoint: its config and lazily read tensors. See the top of this module.
 
     Attributes:
-        kind: the format's name in `formats.FORMATS`.
-        place: the file or folder, for messages.
+        format: its name in `formats.FORMATS`.
+        path: the file or folder, for messages.
         names: our names to theirs, for messages.
         extra: plain data to keep (stored under `extra` of our `config.json`, and written again on export).
         codec_folder: folder of the codec's weights beside the model's.
     """
 
-    kind: str
-    place: Path
+    format: str
+    path: Path
     config: ModelConfig | TextConfig | WhisperConfig | CodecConfig
     tensors: Mapping[str, Lazy]
     tokenizer: Tokenizer | None = None
@@ -90,12 +90,12 @@ class Foreign:
         return sum(t.nbytes for t in self.tensors.values())
 
 
-def kept_files(source: Foreign, kind: str) -> dict[str, dict[str, Any]]:
+def kept_files(source: Foreign, format_name: str) -> dict[str, dict[str, Any]]:
     """The format's JSON files that were kept in `extra` when the model was imported; UserError where they are no objects."""
-    kept = source.extra.get(kind, {})
+    kept = source.extra.get(format_name, {})
     if not isinstance(kept, dict) or not all(isinstance(data, dict) for data in kept.values()):
         raise UserError(
-            f"{source.place}: extra: {kind} is {kept!r}; it must hold files as objects; fetch or save the folder again"
+            f"{source.path}: extra: {format_name} is {kept!r}; it must hold files as objects; fetch or save the folder again"
         )
     return kept
 
@@ -104,7 +104,7 @@ def kept_files(source: Foreign, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def match(
-    found: Mapping[str, Lazy],
+    tensors: Mapping[str, Lazy],
     names: Mapping[str, str],
     shapes: Mapping[str, Sequence[int]],
     where: str | Path,
@@ -114,30 +114,30 @@ def match(
     missing, of another shape, no floating-point weights, or not known.
 
     Args:
-        found: the tensors of the files, under their names.
+        tensors: those of the files, under their names.
         names: our name to theirs.
         shapes: our name to the shape it must have.
         ignore: whether a name of theirs is known and not needed.
     """
     for ours, theirs in names.items():
-        if theirs not in found:
-            close = get_close_matches(theirs, [n for n in found if n not in set(names.values())], n=1, cutoff=0.8)
+        if theirs not in tensors:
+            close = get_close_matches(theirs, [n for n in tensors if n not in set(names.values())], n=1, cutoff=0.8)
             hint = f"; there is {close[0]}, which the configuration does not ask for" if close else ""
             raise UserError(f"{where}: tensor {theirs} is missing{hint}; fetch the files again, or fix config.json")
-        if found[theirs].shape != tuple(shapes[ours]):
+        if tensors[theirs].shape != tuple(shapes[ours]):
             raise UserError(
-                f"{where}: tensor {theirs} has shape {list(found[theirs].shape)}, the configuration asks for "
+                f"{where}: tensor {theirs} has shape {list(tensors[theirs].shape)}, the configuration asks for "
                 f"{list(shapes[ours])}; are the weights and config.json of one model?"
             )
-        check_float(theirs, found[theirs], where)
+        check_float(theirs, tensors[theirs], where)
     known = set(names.values())
-    for theirs in found:
+    for theirs in tensors:
         if theirs not in known and not ignore(theirs):
             raise UserError(
-                f"{where}: tensor {theirs} {list(found[theirs].shape)} has no place in this model, and nothing is dropped "
+                f"{where}: tensor {theirs} {list(tensors[theirs].shape)} has no place in this model, and nothing is dropped "
                 "silently: are the weights and config.json of one model?"
             )
-    return {ours: found[theirs] for ours, theirs in names.items()}
+    return {ours: tensors[theirs] for ours, theirs in names.items()}
 
 
 def check_float(name: str, tensor: Lazy, where: str | Path) -> None:
@@ -163,11 +163,11 @@ def one_dtype(source: Foreign) -> torch.dtype:
     count: dict[torch.dtype, int] = {}
     for tensor in source.tensors.values():
         count[tensor.dtype] = count.get(tensor.dtype, 0) + 1
-    most = max(count, key=lambda kind: count[kind])
+    most = max(count, key=lambda dtype: count[dtype])
     for name, tensor in source.tensors.items():
         if tensor.dtype != most:
             raise UserError(
-                f"{source.place}: tensor {source.names.get(name, name)} is {type_name(tensor.dtype)} and most others are "
+                f"{source.path}: tensor {source.names.get(name, name)} is {type_name(tensor.dtype)} and most others are "
                 f"{type_name(most)}; give --dtype {type_name(most)} (or another) to bring all to one"
             )
     return most
@@ -234,8 +234,8 @@ def read_tokenizer(
             "another model's tokenizer? Where it is the right one all the same, name it with --tokenizer"
         )
     _check_added(words, path, folder / WORDS, files.get(WORDS, {}))
-    for key, what in (("eos", "end"), ("bos", "beginning")):
-        _check_special(words, path, folder, files, key, what)
+    for key, role in (("eos", "end"), ("bos", "beginning")):
+        _check_special(words, path, folder, files, key, role)
     return words
 
 
@@ -245,23 +245,23 @@ def _check_added(words: Tokenizer, path: Path, where: Path, said: Mapping[str, A
     if not isinstance(added, dict) or not all(number.isascii() and number.isdigit() for number in added):
         raise UserError(f"{where}: added_tokens_decoder does not go from ids to tokens; fetch the file again")
     for number, token in added.items():
-        content, found = _content(token, where, "added_tokens_decoder"), _token(words, int(number))
-        if found != content:
-            other = "has none" if found is None else f"calls it {found!r}"
+        content, actual = _content(token, where, "added_tokens_decoder"), _token(words, int(number))
+        if actual != content:
+            other = "has none" if actual is None else f"calls it {actual!r}"
             raise UserError(
                 f"{where} calls token {number} {content!r}, and {path} {other}: they are of two models; fetch both again"
             )
 
 
 def _check_special(
-    words: Tokenizer, path: Path, folder: Path, files: Mapping[str, Mapping[str, Any]], key: str, what: str
+    words: Tokenizer, path: Path, folder: Path, files: Mapping[str, Mapping[str, Any]], key: str, role: str
 ) -> None:
     """UserError where the files do not agree on the token of the end (`eos`) or the beginning (`bos`)."""
     settings = _ids(files.get(CONFIG, {}).get(f"{key}_token_id"))
     for number in settings if key == "eos" else ():
         if _token(words, number) is None:
             raise UserError(
-                f"{path} has no token {number}, which {CONFIG} calls the {what} ({key}_token_id); it is another model's"
+                f"{path} has no token {number}, which {CONFIG} calls the {role} ({key}_token_id); it is another model's"
             )
     token = files.get(WORDS, {}).get(f"{key}_token")
     if token is None:
@@ -270,14 +270,14 @@ def _check_special(
     named = words.inner.token_to_id(content)
     if named is None:
         raise UserError(
-            f"{folder / WORDS} calls {content!r} the {what} ({key}_token), and {path} has no such token: they are of two "
+            f"{folder / WORDS} calls {content!r} the {role} ({key}_token), and {path} has no such token: they are of two "
             "models; fetch both again"
         )
     # A model that was fine-tuned often names its end tokens in generation_config.json alone.
     if settings and named not in {*settings, *_ids(files.get(GENERATION, {}).get(f"{key}_token_id"))}:
         shown = ", ".join(f"{i} ({_token(words, i)!r})" for i in settings)
         raise UserError(
-            f"{folder / WORDS} calls {content!r} the {what} ({key}_token), token {named} of {path}, and {folder / CONFIG} has "
+            f"{folder / WORDS} calls {content!r} the {role} ({key}_token), token {named} of {path}, and {folder / CONFIG} has "
             f"{key}_token_id {shown}: are they of one model? Fetch both again, or fix the one that is wrong"
         )
 

@@ -22,12 +22,12 @@ class Format:
     """One checkpoint format; see `contract.py` for the three functions.
 
     Attributes:
-        what: description, for help and messages.
+        label: describes it, in help and messages.
         write: writes a whole model of ours in this format, where that is possible.
         loses: parts of a whole model that this format does not hold.
     """
 
-    what: str
+    label: str
     recognise: Callable[[Path], bool]
     read: Callable[[Path], Foreign]
     write: Callable[[Foreign, Path, WriteCallback | None], dict[str, FileStamp]] | None = None
@@ -64,7 +64,7 @@ def kind_of(path: Path) -> str:
         if known.recognise(path):
             return name
     refuse_file(path)
-    kinds = "; ".join(f"{name}: {known.what}" for name, known in FORMATS.items())
+    kinds = "; ".join(f"{name}: {known.label}" for name, known in FORMATS.items())
     config = path / "config.json"
     if config.is_file() and "model_type" not in read_json(config):
         raise UserError(f"{config} has no model_type, by which a model is known; fetch it again, or add it")
@@ -77,14 +77,14 @@ def _check_there(path: Path) -> None:
         raise UserError(f"{path} does not exist; give a model's file or folder")
 
 
-def refuse_file(path: Path, kind: str | None = None) -> None:
-    """Refuse a file where `kind` is a format of folders (UserError naming the file's folder)."""
-    if path.is_file() and kind != "whisper":
+def refuse_file(path: Path, format_name: str | None = None) -> None:
+    """Refuse a file where `format_name` is a format of folders (UserError naming the file's folder)."""
+    if path.is_file() and format_name != "whisper":
         raise UserError(f"{path} is a file, and only a Whisper may be one; give the folder that it is in: {path.parent}")
 
 
 def open_foreign(path: Path) -> Foreign:
     """Open a checkpoint without reading its weights. UserError: it is of no format, or its files do not fit it."""
-    kind = kind_of(path)
-    refuse_file(path, kind)
-    return FORMATS[kind].read(path)
+    format_name = kind_of(path)
+    refuse_file(path, format_name)
+    return FORMATS[format_name].read(path)

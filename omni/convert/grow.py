@@ -97,11 +97,11 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
     """
     known, layout = text.config, growth.layout
     if not isinstance(known, TextConfig):
-        raise UserError(f"{text.place} is no language model; only one can be grown into a speech model")
+        raise UserError(f"{text.path} is no language model; only one can be grown into a speech model")
     if growth.rule not in RULES:
         raise UserError(f"init {growth.rule!r} is unknown; {closest(growth.rule, RULES)}")
     if layout.text.size != known.size:
-        raise UserError(f"the layout's text stream has {layout.text.size} ids, the table of {text.place} has {known.size} rows")
+        raise UserError(f"the layout's text stream has {layout.text.size} ids, the table of {text.path} has {known.size} rows")
     heard = encoder if isinstance(encoder, WhisperConfig) else encoder.config
     assert isinstance(heard, WhisperConfig)
     decoder = replace(known.decoder, combine=growth.combine)  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
         tensors |= encoder.tensors
     else:
         tensors |= fresh(WhisperEncoder, (encoder,), "encoder.", growth.seed, dtype)
-    return Foreign("omni", text.place, config, cast(tensors, dtype), text.tokenizer, extra=text.extra)
+    return Foreign("omni", text.path, config, cast(tensors, dtype), text.tokenizer, extra=text.extra)
 
 
 def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
@@ -131,15 +131,13 @@ def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
     the encoder has another shape than the model's."""
     ours, theirs = model.config, encoder.config
     if not (isinstance(ours, ModelConfig) and isinstance(ours.encoder, WhisperConfig) and isinstance(theirs, WhisperConfig)):
-        raise UserError(f"{model.place} must be a model folder with a Whisper encoder and {encoder.place} a Whisper")
+        raise UserError(f"{model.path} must be a model folder with a Whisper encoder and {encoder.path} a Whisper")
     for key in ("n_mels", "width", "heads", "layers", "window_seconds"):
-        wanted, found = getattr(ours.encoder, key), getattr(theirs, key)
-        if wanted != found:
-            raise UserError(
-                f"encoder.{key} is {found} in {encoder.place} and {wanted} in {model.place}: the weights do not fit"
-            )
+        wanted, actual = getattr(ours.encoder, key), getattr(theirs, key)
+        if wanted != actual:
+            raise UserError(f"encoder.{key} is {actual} in {encoder.path} and {wanted} in {model.path}: the weights do not fit")
     if ours.encoder.hop != theirs.hop:
-        raise UserError(f"{model.place} has a hop of {ours.encoder.hop} samples, a Whisper of {theirs.hop}: they do not fit")
+        raise UserError(f"{model.path} has a hop of {ours.encoder.hop} samples, a Whisper of {theirs.hop}: they do not fit")
     dtype = model.tensors[EMBEDDING].dtype
     tensors = {name: t.to(dtype, name) for name, t in encoder.tensors.items()}
     return replace(model, tensors={**model.tensors, **tensors})
@@ -176,14 +174,16 @@ def _silent(table: Lazy, layout: Layout) -> Lazy:
     return joined(parts)
 
 
-def fresh(kind: type[nn.Module], arguments: tuple[object, ...], prefix: str, seed: int, dtype: torch.dtype) -> dict[str, Lazy]:
+def fresh(
+    module_type: type[nn.Module], arguments: tuple[object, ...], prefix: str, seed: int, dtype: torch.dtype
+) -> dict[str, Lazy]:
     """Makes new weights for a module, drawn when they are read.
 
     Linear layers and convolutions start as PyTorch's do (uniform within 1 / sqrt(fan in)), norms at one and zero, Whisper's
     positions at its sinusoids.
     """
     with torch.device("meta"):
-        module = kind(*arguments)
+        module = module_type(*arguments)
     shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     out: dict[str, Lazy] = {}
     for name, shape in shapes.items():

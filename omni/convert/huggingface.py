@@ -67,12 +67,12 @@ def read(path: Path, tokenizer: Path | None = None) -> Foreign:
     """Reads the folder of a language model. UserError: an unknown family, a setting our decoder does not have, a tensor that
     is missing, extra, or does not fit, or another model's tokenizer. `tokenizer`: another tokenizer.json than the folder's."""
     settings = read_json(path / CONFIG)
-    found = read_weights(path)
-    text = text_config(settings, path / CONFIG, tied="lm_head.weight" not in found)
+    weights = read_weights(path)
+    text = text_config(settings, path / CONFIG, tied="lm_head.weight" not in weights)
     shapes = text_shapes(text)
     names = {ours: their_name(ours) for ours in shapes}
-    tied_head = found.get("lm_head.weight") if text.decoder.tie_text else None
-    if tied_head is not None and not same(tied_head, found.get(names[EMBEDDING])):
+    tied_head = weights.get("lm_head.weight") if text.decoder.tie_text else None
+    if tied_head is not None and not same(tied_head, weights.get(names[EMBEDDING])):
         raise UserError(
             f"{path}: tensor lm_head.weight differs from model.embed_tokens.weight, but {CONFIG} ties them; set "
             "tie_word_embeddings to false there if the head was trained apart"
@@ -82,7 +82,7 @@ def read(path: Path, tokenizer: Path | None = None) -> Foreign:
         # Buffers that older versions stored, and the second copy of a tied table.
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and tied_head is not None)
 
-    tensors = match(found, names, shapes, path, ignore)
+    tensors = match(weights, names, shapes, path, ignore)
     kept = {CONFIG: settings, **{name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}}
     words = read_tokenizer(tokenizer or path / TOKENIZER, text.size, path, kept, named=tokenizer is not None)
     return Foreign("hf", path, text, tensors, words, names, {"hf": kept})
@@ -93,10 +93,10 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
     `tied`: whether the head is the embedding where the settings do not say."""
     if "model_type" not in settings:
         raise UserError(f"{where} has no model_type; add the one that it is of: {', '.join(FAMILIES)}")
-    kind = str(settings["model_type"])
-    if kind not in FAMILIES:
-        raise UserError(f"{where}: model_type {kind!r} is no family that is known here; {closest(kind, FAMILIES)}")
-    family = FAMILIES[kind]
+    model_type = str(settings["model_type"])
+    if model_type not in FAMILIES:
+        raise UserError(f"{where}: model_type {model_type!r} is no family that is known here; {closest(model_type, FAMILIES)}")
+    family = FAMILIES[model_type]
 
     need = partial(whole_number, settings, where=where)
     for key, usual in _USUAL.items():
@@ -143,16 +143,16 @@ def _number(settings: Mapping[str, Any], key: str, where: Path | str) -> float:
 def _rope(settings: Mapping[str, Any], where: Path | str) -> tuple[float, RopeScaling | None]:
     rope = {"rope_theta": settings.get("rope_theta", 10000.0)}
     for key in ("rope_scaling", "rope_parameters"):
-        found = settings.get(key)
-        if not isinstance(found, dict | None):
-            raise UserError(f"{where}: {key} is {found!r}; it must be an object of settings, or null; fetch the file again")
-        rope |= found or {}
+        value = settings.get(key)
+        if not isinstance(value, dict | None):
+            raise UserError(f"{where}: {key} is {value!r}; it must be an object of settings, or null; fetch the file again")
+        rope |= value or {}
     base = _number(rope, "rope_theta", where)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
         return base, None
-    if kind != "llama3":
-        raise UserError(f"{where}: rotary scaling {kind!r} is not known here; known: default, llama3")
+    if rope_type != "llama3":
+        raise UserError(f"{where}: rotary scaling {rope_type!r} is not known here; known: default, llama3")
     try:
         return base, RopeScaling(
             factor=_number(rope, "factor", where),
@@ -175,34 +175,34 @@ def _window(settings: Mapping[str, Any], family: Family, where: Path | str) -> i
     if settings["sliding_window"] is None:
         return None
     window = whole_number(settings, "sliding_window", where)
-    kinds = _layer_kinds(settings, family, where)
-    if len(set(kinds)) > 1:
-        slide = kinds.count(_SLIDING)
+    types = _layer_types(settings, family, where)
+    if len(set(types)) > 1:
+        slide = types.count(_SLIDING)
         raise UserError(
-            f"{where}: some layers have a sliding window and some none ({slide} of {len(kinds)} have it: max_window_layers, "
+            f"{where}: some layers have a sliding window and some none ({slide} of {len(types)} have it: max_window_layers, "
             "layer_types); that is not known here"
         )
-    return window if kinds[0] == _SLIDING else None
+    return window if types[0] == _SLIDING else None
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _layer_kinds(settings: Mapping[str, Any], family: Family, where: Path | str) -> list[str]:
+def _layer_types(settings: Mapping[str, Any], family: Family, where: Path | str) -> list[str]:
     """Kind of attention of each layer, in a model that has a window."""
     layers = whole_number(settings, "num_hidden_layers", where)
-    kinds = settings.get("layer_types")
-    if kinds is None and family.windows == "always":
+    types = settings.get("layer_types")
+    if types is None and family.windows == "always":
         return [_SLIDING] * layers
-    if kinds is None:
+    if types is None:
         first = min(whole_number({"max_window_layers": FULL_LAYERS, **settings}, "max_window_layers", where, least=0), layers)
         return [_FULL] * first + [_SLIDING] * (layers - first)
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (_FULL, _SLIDING) for kind in kinds):
+    if not isinstance(types, list) or len(types) != layers or any(layer_type not in (_FULL, _SLIDING) for layer_type in types):
         raise UserError(
-            f"{where}: layer_types is {kinds!r}; it must list {_FULL} or {_SLIDING} for each of the {layers} layers; fetch the "
+            f"{where}: layer_types is {types!r}; it must list {_FULL} or {_SLIDING} for each of the {layers} layers; fetch the "
             "file again"
         )
-    return kinds
+    return types
 
 
 _RENAMED = (
@@ -249,7 +249,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     decoder, or the place cannot be written."""
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.place} is no whole speech model; only the text part of one can be written here")
+        raise UserError(f"{source.path} is no whole speech model; only the text part of one can be written here")
     size = config.layout.text.size
     tensors = {name: source.tensors[name] for name in text_shapes(TextConfig(config.decoder, size))}
     head = tensors.get(HEAD, tensors[EMBEDDING]).rows(0, size)
@@ -259,7 +259,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
         tensors[HEAD] = head
     kept = kept_files(source, "hf")
     before = kept.get(CONFIG, {})
-    settings = their_config(config.decoder, size, tied, f"{source.place}/{CONFIG}", str(before.get("model_type")))
+    settings = their_config(config.decoder, size, tied, f"{source.path}/{CONFIG}", str(before.get("model_type")))
     settings |= {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in before}
     settings["dtype"] = str(head.dtype).removeprefix("torch.")
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
@@ -272,18 +272,18 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
 
 
 def their_config(
-    decoder: DecoderConfig, size: int, tied: bool, where: str = "decoder", kind: str | None = None
+    decoder: DecoderConfig, size: int, tied: bool, where: str = "decoder", model_type: str | None = None
 ) -> dict[str, Any]:
     """Converts our decoder's configuration to their `config.json`, in keys that transformers 4 and 5 both read. UserError:
-    no family has both biases and norms on queries and keys. `kind`: the family that the model was imported from, which is
+    no family has both biases and norms on queries and keys. `model_type`: the family that the model was imported from, which is
     kept where the decoder still fits it."""
     if decoder.qkv_bias and decoder.qk_norm:
         raise UserError(f"{where}: no known family has both decoder.qkv_bias and decoder.qk_norm; it cannot be written as one")
-    if kind not in FAMILIES or not _fits(FAMILIES[kind], decoder):
-        kind = next(name for name, family in FAMILIES.items() if _fits(family, decoder))
+    if model_type not in FAMILIES or not _fits(FAMILIES[model_type], decoder):
+        model_type = next(name for name, family in FAMILIES.items() if _fits(family, decoder))
     settings: dict[str, Any] = {
-        "architectures": [FAMILIES[kind].architecture],
-        "model_type": kind,
+        "architectures": [FAMILIES[model_type].architecture],
+        "model_type": model_type,
         "vocab_size": size,
         "hidden_size": decoder.width,
         "intermediate_size": decoder.mlp_width,
@@ -307,10 +307,10 @@ def their_config(
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_context,
         }
-    if kind in ("qwen2", "qwen3"):
+    if model_type in ("qwen2", "qwen3"):
         slides = decoder.window is not None
         settings |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else decoder.layers}
-    if decoder.window is not None or kind == "mistral":
+    if decoder.window is not None or model_type == "mistral":
         settings["sliding_window"] = decoder.window
     return settings
 

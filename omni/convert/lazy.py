@@ -51,9 +51,9 @@ class Lazy:
             return draw(generator, min(BLOCK, total - number * BLOCK)).to(dtype)
 
         def read(start: int, stop: int) -> Tensor:
-            numbers = range(start // BLOCK, -(-stop // BLOCK))
-            rows = torch.cat([block(n, shape[0]) for n in numbers]) if numbers else torch.empty(0, *shape[1:], dtype=dtype)
-            first = numbers.start * BLOCK
+            blocks = range(start // BLOCK, -(-stop // BLOCK))
+            rows = torch.cat([block(n, shape[0]) for n in blocks]) if blocks else torch.empty(0, *shape[1:], dtype=dtype)
+            first = blocks.start * BLOCK
             return rows[start - first : stop - first]
 
         return cls(tuple(shape), dtype, read)
@@ -137,9 +137,9 @@ def lazies_of(tensors: Mapping[str, Tensor]) -> dict[str, Lazy]:
 
 def joined(parts: Sequence[Lazy]) -> Lazy:
     """Concatenates tensors of one width and type in the first dimension."""
-    kinds = {(part.shape[1:], part.dtype) for part in parts}
-    if len(kinds) != 1:
-        raise ValueError(f"tensors of {kinds} cannot be joined: widths and types must agree")
+    forms = {(part.shape[1:], part.dtype) for part in parts}
+    if len(forms) != 1:
+        raise ValueError(f"tensors of {forms} cannot be joined: widths and types must agree")
 
     def read(start: int, stop: int) -> Tensor:
         out, first = [], 0
@@ -160,12 +160,12 @@ def cast(tensors: Mapping[str, Lazy], dtype: torch.dtype) -> dict[str, Lazy]:
     return {name: tensor.to(dtype, name) for name, tensor in tensors.items()}
 
 
-def same(a: Lazy, b: Lazy | None, step: int = 1024) -> bool:
+def same(a: Lazy, b: Lazy | None) -> bool:
     """Whether two tensors have one shape and type, and the same numbers; read in pieces."""
     if b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    starts = range(0, a.length, step)
-    return all(torch.equal(*(x.read(i, min(i + step, a.length)) for x in (a, b))) for i in starts)
+    starts = range(0, a.length, 1024)
+    return all(torch.equal(*(x.read(i, min(i + 1024, a.length)) for x in (a, b))) for i in starts)
 
 
 class Progress:

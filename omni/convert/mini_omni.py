@@ -32,7 +32,8 @@ from omni.checkpoint.places import TOKENIZER
 from omni.checkpoint.tensors import FileStamp, finite, read_json, read_torch, state_of, write_file
 from omni.config import ModelConfig
 from omni.convert.contract import COMPANIONS, WORDS, Foreign, check_tokenizer, kept_files, match, one_dtype, read_tokenizer
-from omni.convert.grow import fresh
+from omni.convert.grow import AUDIO_EMBEDDING, AUDIO_HEAD, fresh
+from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, Progress, WriteCallback, cast, joined, same
 from omni.convert.mini_omni_config import check_fits, model_config, read_settings, their_settings
 from omni.convert.parts import encoder_shapes, read_whisper
@@ -75,18 +76,18 @@ def read(
         drop_vision: drop the vision adapter of a mini-omni2; the rest hears and speaks as before.
     """
     settings = read_settings(path / SETTINGS)
-    found = state_of(read_torch(path / WEIGHTS), path / WEIGHTS)
-    seen = sorted(name for name in found if name.startswith(VISION))
+    state = state_of(read_torch(path / WEIGHTS), path / WEIGHTS)
+    seen = sorted(name for name in state if name.startswith(VISION))
     if seen and not drop_vision:
         raise UserError(
             f"{path / WEIGHTS}: tensor {seen[0]} belongs to a mini-omni2, which sees; there is no place for it here: keep the "
             "speech model alone with --drop_vision"
         )
     heard = encoder if encoder is not None else _whisper(path)
-    size, post = heard.config if isinstance(heard, Foreign) else heard, any(name.startswith(POST) for name in found)
+    size, post = heard.config if isinstance(heard, Foreign) else heard, any(name.startswith(POST) for name in state)
     config = model_config(settings, path / SETTINGS, size, post)
     shapes = their_shapes(config)
-    theirs = match(found, {name: name for name in shapes}, shapes, path / WEIGHTS, lambda name: name.startswith(VISION))
+    theirs = match(state, {name: name for name in shapes}, shapes, path / WEIGHTS, lambda name: name.startswith(VISION))
     if config.decoder.tie_text and not same(theirs[THEIR_EMBEDDING], theirs[THEIR_HEAD]):
         raise UserError(
             f"{path / WEIGHTS}: tensor {THEIR_HEAD} differs from {THEIR_EMBEDDING}, but {SETTINGS} ties them; set "
@@ -132,12 +133,12 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     its types are mixed, or the place cannot be written."""
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.place} is no whole speech model with a tokenizer; only one can be written as a mini-omni")
-    check_fits(config, source.place)
-    check_tokenizer(source.tokenizer, config.layout.text.size, source.place)
+        raise UserError(f"{source.path} is no whole speech model with a tokenizer; only one can be written as a mini-omni")
+    check_fits(config, source.path)
+    check_tokenizer(source.tokenizer, config.layout.text.size, source.path)
     one_dtype(source)
     shapes = our_shapes(config)
-    tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.place, lambda name: name not in shapes)
+    tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.path, lambda name: name not in shapes)
     weights = join(tensors, config)
     kept = kept_files(source, "mini-omni")
     tied = config.decoder.tie_text and not config.decoder.post_layers and same(tensors[AUDIO_EMBEDDING], tensors[AUDIO_HEAD])
@@ -161,7 +162,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
 def _openai(source: Foreign, encoder: WhisperConfig) -> dict[str, Lazy]:
     """The encoder under OpenAI's names, and the tensors of a text decoder of width 1 and no layers."""
     shapes = encoder_shapes(encoder)
-    tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.place, lambda name: name not in shapes)
+    tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.path, lambda name: name not in shapes)
     out = {name.replace("encoder.whisper.", "encoder."): tensor for name, tensor in tensors.items()}
     dtype = next(iter(tensors.values())).dtype
     empty = {"token_embedding.weight": (1, 1), "positional_embedding": (1, 1), "ln.weight": (1,), "ln.bias": (1,)}
@@ -217,9 +218,6 @@ def write_archive(
     return FileStamp(out.bytes, out.crc32, tuple(name for name, tensor in whole.items() if not finite(tensor)))
 
 
-EMBEDDING, AUDIO_EMBEDDING = "decoder.text_embedding.weight", "decoder.audio_embedding.weight"
-HEAD, AUDIO_HEAD = "decoder.text_head.weight", "decoder.audio_head.weight"
-
 THEIR_EMBEDDING, THEIR_HEAD = "transformer.wte.weight", "lm_head.weight"
 THEIR_AUDIO_HEAD = "transformer.post_adapter_audio_lm_head.weight"
 
@@ -260,16 +258,16 @@ def their_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {theirs: (sum(rows for _, rows in made), *shapes[str(made[0][0])][1:]) for theirs, made in pieces(config).items()}
 
 
-def split(found: Mapping[str, Lazy], config: ModelConfig) -> tuple[dict[str, Lazy], dict[str, str]]:
+def split(tensors: Mapping[str, Lazy], config: ModelConfig) -> tuple[dict[str, Lazy], dict[str, str]]:
     """Split their tensors into decoder and projector under our names; also returns the names of the tensors they come from.
-    `found`: tensors of the shapes that `their_shapes` asks for."""
+    `tensors`: of the shapes that `their_shapes` asks for."""
     parts: dict[str, list[Lazy]] = {}
     names: dict[str, str] = {}
     for theirs, made in pieces(config).items():
         start = 0
         for name, rows in made:
             if name is not None and names.setdefault(name, theirs) == theirs:  # a tied head comes from the embedding
-                parts.setdefault(name, []).append(found[theirs].rows(start, start + rows))
+                parts.setdefault(name, []).append(tensors[theirs].rows(start, start + rows))
             start += rows
     return {name: joined(part) for name, part in parts.items()}, names
 

@@ -95,10 +95,10 @@ def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, p
             f"{where}: asr_adapter {settings['asr_adapter']!r} is unknown; {closest(str(settings['asr_adapter']), projectors)}"
         )
     if not isinstance(encoder, WhisperConfig) or encoder.width != whole("whisper_adapter_dim"):
-        found = f"{encoder.width} wide" if isinstance(encoder, WhisperConfig) else "none"
+        actual = f"{encoder.width} wide" if isinstance(encoder, WhisperConfig) else "none"
         raise UserError(
             f"{where}: the projector takes an encoder of width {settings['whisper_adapter_dim']} (whisper_adapter_dim), and "
-            f"the one given is {found}; give the Whisper that the model was trained with (small)"
+            f"the one given is {actual}; give the Whisper that the model was trained with (small)"
         )
     decoder = DecoderConfig(
         width=width,
@@ -148,10 +148,10 @@ def check_fits(config: ModelConfig, where: Path | str) -> None:
         ("encoder.n_mels", encoder.n_mels, 80),
         ("encoder.window_seconds", encoder.window_seconds, 30.0),
     )
-    for name, found, only in rules:
-        if found != only:
+    for name, value, only in rules:
+        if value != only:
             raise UserError(
-                f"{where}: the {name} is {found!r}, and mini-omni has {only!r} only: this model cannot be written as one; its "
+                f"{where}: the {name} is {value!r}, and mini-omni has {only!r} only: this model cannot be written as one; its "
                 "text part can, as a Hugging Face folder (--kind hf)"
             )
 

@@ -20,7 +20,6 @@ from omni.checkpoint.folder import (
     check_sizes,
     int8_tensors,
     listed_files,
-    not_finite,
     read_config,
     stored_extra,
     stored_form,
@@ -31,6 +30,7 @@ from omni.checkpoint.tensors import (
     FileStamp,
     check_header,
     copy_file,
+    not_finite,
     read_json,
     read_pieces,
     read_safetensors,
@@ -62,13 +62,8 @@ def read(path: Path) -> Foreign:
     """
     check_full_precision(path, "converting")
     config = read_config(path)
-    data = read_json(path / CONFIG)
-    extra = stored_extra(data, path / CONFIG)
-    for name, (wanted, _) in listed_files(data, path / CONFIG).items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != wanted:
-            what = "missing" if size is None else f"{size} bytes long instead of {wanted}"
-            raise UserError(f"{path / name} is {what}; fetch or save the folder again")
+    extra = stored_extra(read_json(path / CONFIG), path / CONFIG)
+    check_sizes(path)
     check_header(config, path / WEIGHTS)
     shapes = model_shapes(config)
     tensors = match(read_safetensors(path / WEIGHTS), {name: name for name in shapes}, shapes, path / WEIGHTS)
@@ -90,10 +85,10 @@ def write(
     """
     config = source.config
     if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.place} is no whole speech model with a tokenizer; it cannot be written as a model folder")
+        raise UserError(f"{source.path} is no whole speech model with a tokenizer; it cannot be written as a model folder")
     shapes = model_shapes(config)
-    tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.place)
-    check_tokenizer(source.tokenizer, config.layout.text.size, source.place)
+    tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.path)
+    check_tokenizer(source.tokenizer, config.layout.text.size, source.path)
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, on_progress)
@@ -104,7 +99,7 @@ def write(
             opened = check_codec(codec, folder / CODEC, config.codec)
             if opened.name != config.codec or tuple(opened.codebook_sizes) != config.layout.codebook_sizes:
                 raise UserError(
-                    f"{codec.place} is {opened.name} with codebooks {tuple(opened.codebook_sizes)}, the model's codec is "
+                    f"{codec.path} is {opened.name} with codebooks {tuple(opened.codebook_sizes)}, the model's codec is "
                     f"{config.codec} with {config.layout.codebook_sizes}; give the codec that fits"
                 )
         elif source.codec_folder is not None:
@@ -130,15 +125,12 @@ def model_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def quantize_folder(
-    source: Path, target: Path, form: str = "int8", on_progress: WriteCallback | None = None
-) -> dict[str, FileStamp]:
+def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write the model folder `source` as `target`, beside its name first, then renamed: linears and tables in int8, all else as
     it is, with tokenizer, codec and the plain data. Returns size and CRC-32 of each file but `config.json`, which holds them.
     UserError: the folder is quantised already, damaged or does not fit its configuration, or the place cannot be written.
 
     Args:
-        form: of the weights, one of `omni.utils.hardware.QUANTIZED`.
         on_progress: called with the bytes of the weights that were read, and the number that will be: each is read for its
             checksum, and rounded in two readings.
     """
@@ -169,7 +161,7 @@ def quantize_folder(
             files[name] = copy_file(path, folder / name)
             if name in listed and files[name].crc32 != listed[name][1]:
                 raise UserError(f"{path} does not match its checksum in {CONFIG}; fetch or save the folder again")
-        head = {"format": QUANTIZED_FORMAT, "quantized": {"form": form, "checksums": checksums()}, "model": to_dict(config)}
+        head = {"format": QUANTIZED_FORMAT, "quantized": {"form": "int8", "checksums": checksums()}, "model": to_dict(config)}
         _write_config(folder, head, files, extra)
     return files
 

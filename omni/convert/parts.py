@@ -54,10 +54,10 @@ def _read_openai(path: Path) -> Foreign:
         raise UserError(f"{path}: dims is a {type(dims).__name__}; it must be a mapping, as Whisper's own files have it")
     keys = ("n_mels", "n_audio_ctx", "n_audio_state", "n_audio_head", "n_audio_layer")
     config = _whisper_config(path, dims, *keys)
-    found = state_of(data["model_state_dict"], path)
+    state = state_of(data["model_state_dict"], path)
     shapes = encoder_shapes(config)
     names = {ours: ours.replace("encoder.whisper.", "encoder.") for ours in shapes}
-    tensors = match(found, names, shapes, path, ignore=lambda name: name.startswith("decoder."))
+    tensors = match(state, names, shapes, path, ignore=lambda name: name.startswith("decoder."))
     return Foreign("whisper", path, config, tensors, names=names)
 
 
@@ -71,12 +71,12 @@ def _read_huggingface(path: Path) -> Foreign:
     inner = settings.get("encoder_ffn_dim", 4 * config.width)
     if inner != 4 * config.width:
         raise UserError(f"{path / CONFIG}: encoder_ffn_dim is {inner}; Whisper has 4 * d_model, {4 * config.width}")
-    found = read_weights(path)
-    prefix = "model." if any(name.startswith("model.") for name in found) else ""
+    weights = read_weights(path)
+    prefix = "model." if any(name.startswith("model.") for name in weights) else ""
     shapes = encoder_shapes(config)
     names = {ours: prefix + their_name(ours) for ours in shapes}
     others = (f"{prefix}decoder.", "proj_out.")
-    tensors = match(found, names, shapes, path, ignore=lambda name: name.startswith(others))
+    tensors = match(weights, names, shapes, path, ignore=lambda name: name.startswith(others))
     return Foreign("whisper", path, config, tensors, names=names)
 
 
@@ -138,7 +138,7 @@ def read_codec(name: str, path: Path) -> Foreign:
 def write_codec(source: Foreign, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write a codec's folder, opened by the codec before it is renamed; UserError where anything does not fit."""
     if not isinstance(source.config, CodecConfig):
-        raise UserError(f"{source.place} is no codec")
+        raise UserError(f"{source.path} is no codec")
     with replacing_folder(target, source.nbytes) as folder:
         files = fill_codec(folder, source, on_progress)
         check_codec(source, folder)
@@ -160,8 +160,8 @@ def check_codec(source: Foreign, folder: Path, name: str = "") -> AudioCodec:
     assert isinstance(source.config, CodecConfig)
     name = name or source.config.name
     if name not in sorted(CODECS):
-        raise UserError(f"{source.place} holds the codec {name}, which is not known here; known: {', '.join(sorted(CODECS))}")
+        raise UserError(f"{source.path} holds the codec {name}, which is not known here; known: {', '.join(sorted(CODECS))}")
     try:
         return load_codec(name, folder)
     except UserError as error:
-        raise UserError(str(error).replace(str(folder), str(source.place))) from error
+        raise UserError(str(error).replace(str(folder), str(source.path))) from error

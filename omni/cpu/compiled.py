@@ -1,9 +1,9 @@
-"""Steps of the decoder on a CPU, compiled by numba for this processor, and what small models do besides.
+"""Steps of the decoder and work of small models on a CPU, compiled by numba for this processor.
 
 A step costs its calls more than its work: it is hundreds of PyTorch's operations, or thousands, and after each the thread asks
 for the interpreter's lock again, which the threads beside it hold. Here a block is one call in float32, and one between two
 products in int8, without the lock. A row attends to its own keys alone, however many others of its step have, and a row that
-rests costs nothing. What a row gives does not depend on its company.
+rests costs nothing. What a row gives does not depend on the other rows.
 
 numba compiles for some seconds once, and keeps what it made beside this file, or in the user's cache folder. All of it is in
 one file, since numba asks whether that has changed, and not those of what is called.
@@ -54,7 +54,7 @@ def compiled_function(function: F, nogil: bool = True, sums: bool = False) -> F:
 
 
 class KeptFunctions(FunctionCache):  # type: ignore[misc]
-    """What numba keeps of a function. A damaged file is told and made again; numba raises what pickle does, each time."""
+    """numba's cache of a function on disk. A damaged file is logged and made again; numba raises pickle's error each time."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -150,9 +150,9 @@ def place(input_pos: Any, rows: Any, positions: Any, ring: Any, window: Any, wri
     """Note where rows are fed among the cache's positions [R, S], as `KVCache.begin_forward` does.
 
     Args:
-        input_pos: [B], -1 for what rests; rows: of the cache, [B].
+        input_pos: [B], -1 for rows that rest; rows: of the cache, [B].
         window: of the attention, 0 for all.
-        writes: is given the slot of each among all, [B]; mask: what is added to its scores, [B, V], 0 or minus infinity.
+        writes: the slot of each among all, [B]; mask: added to its scores, [B, V], 0 or minus infinity; both are written.
     """
     slots = positions.shape[1] - 1
     for b in range(len(input_pos)):
@@ -212,7 +212,7 @@ def push(
         rows: of the state, [B]; those that rest (`rests` [B], or none) keep theirs.
         sampled: [B, K]; nonfinite: whether the logits of audio and of text are broken, [2, B].
         step ... done: of the cursor; ends, pads, delays, sizes: of its layout, [K]; padded: whether it fills with pad.
-        column, position: what is fed next, [R, K] and [R]; packed: the results, [R, K + A + 7].
+        column, position: fed next, [R, K] and [R]; packed: the results, [R, K + A + 7].
     """
     streams, depth = len(delays), history.shape[2]
     a, last = streams - 1, 0
@@ -262,14 +262,14 @@ def push(
         flags[6] = broken
 
 
-def pointer_to(kind: Any) -> Any:
-    """An intrinsic that gives the pointer to numbers of a kind at an address."""
+def pointer_to(number_type: Any) -> Any:
+    """An intrinsic that gives the pointer to numbers of a type at an address."""
 
     def pointer(context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            return builder.inttoptr(given[0], context.get_value_type(types.CPointer(kind)))
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(number_type)))
 
-        return types.CPointer(kind)(types.int64), generate
+        return types.CPointer(number_type)(types.int64), generate
 
     return intrinsic(pointer)
 
@@ -280,8 +280,8 @@ _floats, _integers = pointer_to(types.float32), pointer_to(types.int64)
 def _add(context: Any, number: Any, more: Any) -> Any:
     """Add to a number that other threads add to as well, and return what it was."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-        return builder.atomic_rmw("add", given[0], given[1], "monotonic")
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", arguments[0], arguments[1], "monotonic")
 
     return types.int64(types.CPointer(types.int64), types.int64), generate
 
@@ -350,10 +350,10 @@ def logits(x: Any, weight: Any, out: Any) -> None:
 
 
 @_brief
-def likeliest(given: Any, starts: Any, counts: Any, out: Any) -> None:
+def likeliest(values: Any, starts: Any, counts: Any, out: Any) -> None:
     """Write the first of the largest of `counts` [N] logits from `starts` [N] on, of logits [B, V], to `out` [B, N]."""
-    for b in range(len(given)):
-        row = given[b]
+    for b in range(len(values)):
+        row = values[b]
         for n in range(len(starts)):
             here = row[starts[n] : starts[n] + counts[n]]
             best = 0
@@ -453,8 +453,8 @@ LANES = 32
 
 def _vectors(builder: Any, address: Any, count: int) -> list[Any]:
     """Pointers to so many vectors of 16 numbers from an address on."""
-    kind = ir.VectorType(ir.FloatType(), 16)
-    first = builder.inttoptr(address, kind.as_pointer())
+    vector_type = ir.VectorType(ir.FloatType(), 16)
+    first = builder.inttoptr(address, vector_type.as_pointer())
     return [builder.gep(first, [ir.Constant(ir.IntType(64), n)]) for n in range(count)]
 
 
@@ -467,25 +467,25 @@ def _multiply_tile(rows: int) -> Any:
     """
 
     def sums(context: Any, x: Any, step: Any, row_step: Any, y: Any, y_step: Any, count: Any, out: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            one, wide, int64 = ir.FloatType(), ir.VectorType(ir.FloatType(), 16), ir.IntType(64)
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            float_type, wide, int64 = ir.FloatType(), ir.VectorType(ir.FloatType(), 16), ir.IntType(64)
             same = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
             zeros = ir.Constant(wide, None)
             fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(wide, [wide] * 3), "llvm.fma.v16f32")
             held = [[cgutils.alloca_once_value(builder, zeros) for _ in range(2)] for _ in range(rows)]
-            x, y = (builder.inttoptr(given[i], one.as_pointer()) for i in (0, 3))
-            with cgutils.for_range_slice(builder, int64(0), given[5], int64(1)) as (n, _):
-                here = builder.ptrtoint(builder.gep(y, [builder.mul(n, given[4])]), int64)
+            x, y = (builder.inttoptr(arguments[i], float_type.as_pointer()) for i in (0, 3))
+            with cgutils.for_range_slice(builder, int64(0), arguments[5], int64(1)) as (n, _):
+                here = builder.ptrtoint(builder.gep(y, [builder.mul(n, arguments[4])]), int64)
                 two = [builder.load(pointer, align=4) for pointer in _vectors(builder, here, 2)]
                 for row in range(rows):
-                    at = builder.add(builder.mul(n, given[1]), builder.mul(given[2], int64(row)))
+                    at = builder.add(builder.mul(n, arguments[1]), builder.mul(arguments[2], int64(row)))
                     number = builder.insert_element(zeros, builder.load(builder.gep(x, [at])), ir.IntType(32)(0))
                     every = builder.shuffle_vector(number, zeros, same)
-                    for half, numbers in enumerate(two):
+                    for half, lanes in enumerate(two):
                         sum_ = held[row][half]
-                        builder.store(builder.call(fma, [numbers, every, builder.load(sum_)]), sum_)
-            targets = _vectors(builder, given[6], 2 * rows)
-            for target, sum_ in zip(targets, [one for row in held for one in row], strict=True):
+                        builder.store(builder.call(fma, [lanes, every, builder.load(sum_)]), sum_)
+            targets = _vectors(builder, arguments[6], 2 * rows)
+            for target, sum_ in zip(targets, [sum_ for row in held for sum_ in row], strict=True):
                 builder.store(builder.load(sum_), target, align=4)
             return context.get_dummy_value()
 
@@ -561,7 +561,7 @@ def _attend_columns(
     wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, g: Any, count: Any, active: Any,
     mask: Any, scores: Any, out: Any,
 ) -> None:  # fmt: skip
-    """The same of several columns of one row, [columns, H D] from `first` on, with at most 32 queries of the keys g. D is a
+    """Attention of several columns of one row, [columns, H D] from `first` on, with at most 32 queries of the keys g. D is a
     multiple of 32.
 
     Queries lie side by side, so that each sums by itself, in the order of the slots: what it gives does not depend on others.
@@ -576,12 +576,12 @@ def _attend_columns(
         at = (g * group + q % group) * size
         for d in range(size):
             turned[d, q] = wide[first + q // group, at + d] * scale
-    there, s = turned.ctypes.data, 0
+    address, s = turned.ctypes.data, 0
     while s + 3 < count:
-        _tile_of_four(keys[row, s, g].ctypes.data, 1, step, there, LANES, size, scores[s].ctypes.data)
+        _tile_of_four(keys[row, s, g].ctypes.data, 1, step, address, LANES, size, scores[s].ctypes.data)
         s += 4
     for last in range(s, count):
-        _tile_of_one(keys[row, last, g].ctypes.data, 1, step, there, LANES, size, scores[last].ctypes.data)
+        _tile_of_one(keys[row, last, g].ctypes.data, 1, step, address, LANES, size, scores[last].ctypes.data)
     top[0] = turned[0, 0]  # numba frees an array after its last use; its address is none
     for c in range(number):
         unseen = mask[active[first + c]]
@@ -612,9 +612,9 @@ def _attend_columns(
         for q in range(0, every, 4):
             _tile_of_four(scores[0, q:].ctypes.data, LANES, 1, at, step, count, sums.ctypes.data)
             for p in range(q, min(q + 4, every)):
-                here, one, times = out[first + p // group, (g * group + p % group) * size + d :], sums[p - q], total[p]
+                here, weighted, times = out[first + p // group, (g * group + p % group) * size + d :], sums[p - q], total[p]
                 for k in range(LANES):
-                    here[k] = one[k] * times
+                    here[k] = weighted[k] * times
 
 
 @compiled_function
@@ -652,13 +652,13 @@ def _attend_all(
 
 @compiled_function
 def active_of(writes: Any, slots: Any) -> Any:
-    """The places of `writes` that are no spare slots."""
-    found, count = np.empty(len(writes), np.int64), 0
+    """Indices of `writes` that are no spare slots."""
+    active, count = np.empty(len(writes), np.int64), 0
     for b in range(len(writes)):
         if writes[b] % slots != slots - 1:
-            found[count] = b
+            active[count] = b
             count += 1
-    return found[:count]
+    return active[:count]
 
 
 @compiled_function
@@ -704,10 +704,10 @@ def block(
         _norm(held[i], norm, eps, normed[i])
     product(normed, qkv, wide)
     for i in range(rows):
-        b, one = active[i], wide[i]
+        b, qkv_row = active[i], wide[i]
         for k in range(len(bias)):
-            one[k] += bias[k]
-        t, row, slot = one.reshape(heads + 2 * kv_heads, size), writes[b] // slots, writes[b] % slots
+            qkv_row[k] += bias[k]
+        t, row, slot = qkv_row.reshape(heads + 2 * kv_heads, size), writes[b] // slots, writes[b] % slots
         _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
     taken = np.zeros(1, np.int64)
     _attend_all(_integers(taken.ctypes.data), wide, active, writes, ring, heads, keys, values, mask, y)
@@ -731,21 +731,21 @@ def block(
 
 @compiled_function
 def blocks(
-    x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, places: Any, biased: Any, normed: Any, inner: Any,
-    rows: Any, slots: Any, heads: Any, kv_heads: Any,
+    x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, addresses: Any, biased: Any, normed: Any,
+    inner: Any, rows: Any, slots: Any, heads: Any, kv_heads: Any,
 ) -> None:  # fmt: skip
     """Take x [B, W] through several blocks of one shape, as `block` does, in one call: the lock is asked for once.
 
     Args:
-        places: addresses of what `block` is given of each of N, in its order from `norm` on, [N, 11].
+        addresses: of the arguments of `block` from `norm` on, for each of N blocks, [N, 11].
         biased, normed: whether q, k and v have biases, and queries and keys norms; else their addresses are not read.
         inner: F; rows, slots: of the cache, R and S.
     """
     width, size = x.shape[1], cos.shape[1]
     every = (heads + 2 * kv_heads) * size
     bias, norms = every if biased else 0, size if normed else 0
-    for n in range(len(places)):
-        at = places[n]
+    for n in range(len(addresses)):
+        at = addresses[n]
         block(
             x, writes, ring, mask, cos, sin, eps, carray(_floats(at[0]), (width,)), carray(_floats(at[1]), (every, width)),
             carray(_floats(at[2]), (bias,)), carray(_floats(at[3]), (norms,)), carray(_floats(at[4]), (norms,)),
@@ -763,11 +763,11 @@ def _layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
     """Layer norms of the rows of x [N, D]."""
     count = np.float32(len(weight))
     for b in range(len(x)):
-        here, there = x[b], out[b]
+        here, result = x[b], out[b]
         mean = _sum(here, len(weight)) / count
         factor = _ONE / np.sqrt(_squares(here, mean) / count + eps)
         for d in range(len(weight)):
-            there[d] = (here[d] - mean) * factor * weight[d] + bias[d]
+            result[d] = (here[d] - mean) * factor * weight[d] + bias[d]
 
 
 @compiled_function
@@ -878,20 +878,20 @@ def encoder_block(
 @compiled_function
 def encoder(
     mels: Any, lengths: Any, starts: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any,
-    heads: Any, eps: Any, places: Any, inner: Any, x: Any,
+    heads: Any, eps: Any, addresses: Any, inner: Any, x: Any,
 ) -> None:  # fmt: skip
     """Encode clips in one call: features [clips, M, F max] of these lengths to frames x [N, D].
 
     Args:
-        places: addresses of what `encoder_block` is given of each block, in its order from `norm` on, [blocks, 15].
+        addresses: of the arguments of `encoder_block` from `norm` on, for each block, [blocks, 15].
         inner: F of the blocks.
     """
     width = x.shape[1]
     for n in range(len(lengths)):
         mel = mels[n, :, : lengths[n]]
         encoder_stem(mel, first, first_bias, second, second_bias, positions, x[starts[n] : starts[n + 1]])
-    for n in range(len(places)):
-        at = places[n]
+    for n in range(len(addresses)):
+        at = addresses[n]
         encoder_block(
             x, starts, heads, eps, carray(_floats(at[0]), (width,)), carray(_floats(at[1]), (width,)),
             carray(_floats(at[2]), (width, width)), carray(_floats(at[3]), (width,)), carray(_floats(at[4]), (width, width)),
@@ -922,7 +922,7 @@ def _round(x: Any, held: Any) -> Any:
 
 @compiled_function
 def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
-    """The same of the RMSNorm of x [K], before it is divided by its length."""
+    """Rounds the RMSNorm of x [K] before it is divided by its length."""
     for k in range(len(weight)):
         scaled[k] = x[k] * weight[k]
     return _round(scaled, held) / np.sqrt(_squares(x, _ZERO) / np.float32(len(weight)) + eps)
@@ -951,13 +951,13 @@ def turn_and_keep(
     slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
     every = products.shape[1] // size
     for i in range(len(active)):
-        b, one = active[i], wide[i]
-        given, times, row, slot = products[b], factor[b], writes[b] // slots, writes[b] % slots
-        for k in range(len(one)):
-            one[k] = given[k] * times
+        b, qkv_row = active[i], wide[i]
+        source, times, row, slot = products[b], factor[b], writes[b] // slots, writes[b] % slots
+        for k in range(len(qkv_row)):
+            qkv_row[k] = source[k] * times
         for k in range(len(bias)):
-            one[k] += bias[k]
-        t = one.reshape(every, size)
+            qkv_row[k] += bias[k]
+        t = qkv_row.reshape(every, size)
         _turn_and_keep(t, every - 2 * kv_heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
 
 
@@ -966,7 +966,7 @@ SHARED = 1 << 18
 
 
 class SharedAttention(Structure):
-    """What the threads of an attention are given (`attend`).
+    """Arguments of the threads of an attention (`attend`).
 
     taken: parts that a thread has taken by now; rows: N; columns: B; of: R; seen: V; active ... out: addresses.
     """
@@ -988,7 +988,7 @@ def attend(task: SharedAttention, threads: int) -> None:
 
 
 def share_attention(task: Any) -> None:
-    """What each thread calls."""
+    """Computes a thread's share of an attention."""
     rows, columns, of, slots, heads, kv_heads, size, seen = (
         task[1],
         task[2],

@@ -49,7 +49,7 @@ FASTER = 0.85
 """Share of the time of `F.linear` that a form may take at most, in every repeat, to replace it."""
 
 STEP_FASTER = 0.95
-"""The same of the quickest of some steps."""
+"""Share of the modules' time, by the quickest of some steps, that a compiled step may take at most."""
 
 BF16_FASTER = 1.2
 """How many times faster bfloat16 must be than float32, each in its best forms, to become the default."""
@@ -98,7 +98,7 @@ FORMS: Mapping[str, Form] = {
 
 
 class Product(NamedTuple):
-    """What a measurement is of. `dtype` is a name such as `float32`."""
+    """Key of a product's measurement. `dtype` is a name such as `float32`."""
 
     threads: int
     dtype: str
@@ -108,9 +108,9 @@ class Product(NamedTuple):
 
 
 class StepShape(NamedTuple):
-    """A block whose step is measured. `numbers` is `float32` or `int8`."""
+    """A block whose step is measured. `dtype` is `float32` or `int8`."""
 
-    numbers: str
+    dtype: str
     width: int
     heads: int
     kv_heads: int
@@ -119,7 +119,7 @@ class StepShape(NamedTuple):
 
 
 class StepKey(NamedTuple):
-    """What a measurement of a block is of. `part` is `step` (a column of each row), `prefill` (several), or `encoder`."""
+    """Key of a block's measurement. `part` is `step` (a column of each row), `prefill` (several), or `encoder`."""
 
     threads: int
     part: str
@@ -139,12 +139,12 @@ class Kernels:
 
     def __init__(self, measured: Mapping[Product, Timing], steps: Mapping[StepKey, Timing] | None = None) -> None:
         self.measured, self.steps = dict(measured), dict(steps or {})
-        self._compiled = {key for key, found in self.steps.items() if found.form == COMPILED}
+        self._compiled = {key for key, timing in self.steps.items() if timing.form == COMPILED}
         self._forms: dict[tuple[int, torch.dtype, int, int, int], Form] = {}
-        for key, found in self.measured.items():
-            if found.form != REFERENCE:
+        for key, timing in self.measured.items():
+            if timing.form != REFERENCE:
                 named = (key.threads, getattr(torch, key.dtype), key.rows, key.inputs, key.outputs)
-                self._forms[named] = FORMS[found.form]
+                self._forms[named] = FORMS[timing.form]
 
     def form(self, rows: int, dtype: torch.dtype, outputs: int, inputs: int) -> Form | None:
         """The form for a product; None for `F.linear`."""
@@ -201,15 +201,15 @@ def measure_kernels(model: nn.Module, rows: Sequence[int] = (1, 2)) -> Kernels:
     weights = step_weights(model)
     if any(p.device.type != "cpu" for p in model.parameters()):
         return Kernels({})
-    found: dict[Product, Timing] = {}
-    kinds = [weights[0].dtype] if weights else []
-    if kinds == [torch.float32] and multiplies_bf16("cpu"):
-        kinds.append(torch.bfloat16)
-    for dtype in kinds:
+    measured: dict[Product, Timing] = {}
+    dtypes = [weights[0].dtype] if weights else []
+    if dtypes == [torch.float32] and multiplies_bf16("cpu"):
+        dtypes.append(torch.bfloat16)
+    for dtype in dtypes:
         for count in rows:
-            found |= _measure([_as(weight, dtype) for weight in weights], count)
+            measured |= _measure([_as(weight, dtype) for weight in weights], count)
     kept = load_kernels()
-    kernels = Kernels({**kept.measured, **found}, {**kept.steps, **_measure_step(model)})
+    kernels = Kernels({**kept.measured, **measured}, {**kept.steps, **_measure_step(model)})
     if not kernels.measured and not kernels.steps:
         return kernels
     keep_kernels(kernels)
@@ -248,12 +248,12 @@ def _measure(weights: Sequence[Tensor], rows: int) -> dict[Product, Timing]:
                 form(x, w)
                 taken[shape] = taken.get(shape, 0.0) + time.perf_counter() - start
             spent[name].append(taken)
-    found = {}
+    timings = {}
     for shape in {(w.shape[0], w.shape[1]) for w in weights}:
         count = sum(tuple(w.shape) == shape for w in weights)
-        times = {name: [one[shape] / count for one in runs] for name, runs in spent.items()}
-        found[Product(threads, str(dtype).removeprefix("torch."), rows, shape[1], shape[0])] = choose(times)
-    return found
+        times = {name: [run[shape] / count for run in runs] for name, runs in spent.items()}
+        timings[Product(threads, str(dtype).removeprefix("torch."), rows, shape[1], shape[0])] = choose(times)
+    return timings
 
 
 @torch.inference_mode()
@@ -263,13 +263,13 @@ def _measure_step(model: nn.Module) -> dict[StepKey, Timing]:
     parts: dict[str, StepShape | None] = {}
     if decoder is not None:
         parts["step"] = shape = decoder.step_shape()
-        parts["prefill"] = None if shape is None or shape.numbers == "int8" else shape  # whose products are nearly all of it
+        parts["prefill"] = None if shape is None or shape.dtype == "int8" else shape  # whose products are nearly all of it
     if encoder is not None and hasattr(encoder, "compiled_shape"):
         parts["encoder"] = encoder.compiled_shape()
     parts = {part: shape for part, shape in parts.items() if shape is not None}
     if parts:
         LOG.info("measuring steps; the first time on a processor they are compiled, for half a minute")
-    found, threads = {}, torch.get_num_threads()
+    timings, threads = {}, torch.get_num_threads()
     for part, shape in parts.items():
         assert shape is not None
         key = StepKey(threads, part, shape)
@@ -284,12 +284,12 @@ def _measure_step(model: nn.Module) -> dict[StepKey, Timing]:
                     work()
                     times[form].append(time.perf_counter() - start)
             chosen.append(choose({form: [min(taken[1:])] for form, taken in times.items()}, MODULES, STEP_FASTER))
-        found[key] = next((one for one in chosen if one.form == MODULES), chosen[0])
-    return found
+        timings[key] = next((timing for timing in chosen if timing.form == MODULES), chosen[0])
+    return timings
 
 
 def _work(model: Any, part: str, rows: int, columns: int) -> Callable[[], object]:
-    """What is measured of a part."""
+    """The call that is timed for a part."""
     decoder, encoder = model.decoder, model.encoder
     if part == "encoder":
         sound = torch.linspace(-1, 1, 16_000 * columns).sin()
@@ -325,7 +325,7 @@ def serve_measured(model: nn.Module, any_dtype: bool) -> None:
     use_kernels(model, kernels)
 
 
-def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
+def bf16_pays(model: nn.Module, kernels: Kernels) -> bool:
     """Whether a step of this float32 model was measured `BF16_FASTER` times faster in bfloat16, each in its best forms.
 
     Never on a processor that only has few rows' products as fast: prompts would take several times as long.
@@ -335,10 +335,10 @@ def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
     spent = {"float32": 0.0, "bfloat16": 0.0}
     for weight in step_weights(model):
         for dtype in spent:
-            found = kernels.measured.get(Product(torch.get_num_threads(), dtype, rows, weight.shape[1], weight.shape[0]))
-            if found is None or weight.dtype != torch.float32:
+            timing = kernels.measured.get(Product(torch.get_num_threads(), dtype, 1, weight.shape[1], weight.shape[0]))
+            if timing is None or weight.dtype != torch.float32:
                 return False
-            spent[dtype] += found.seconds
+            spent[dtype] += timing.seconds
     return spent["float32"] >= BF16_FASTER * spent["bfloat16"] > 0
 
 
@@ -346,14 +346,14 @@ def bf16_pays(model: nn.Module, kernels: Kernels, rows: int = 1) -> bool:
 
 
 def machine() -> dict[str, str]:
-    """What the measurements are of besides their `Product`."""
+    """The processor and PyTorch that measurements belong to."""
     cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return {"processor": str(cpu.get("cpu_name") or platform.processor() or platform.machine()), "torch": torch.__version__}
 
 
 @cache
 def compiler() -> str:
-    """What is compiled is of besides: another numba, or other code, compiles at the first question, and may be slower."""
+    """Version of numba and checksum of the compiled code: another one compiles at the first question, and may be slower."""
     code = b"".join(Path(str(module.__file__)).read_bytes() for module in (compiled, shared_products))
     return f"{numba.__version__} {zlib.crc32(code):08x}"
 
@@ -364,9 +364,9 @@ def kernels_file() -> Path:
 
 
 def load_kernels() -> Kernels:
-    """What was measured on this machine before; nothing where that was another machine, or the file is damaged (told).
+    """Reads this machine's measurements; empty where they are another machine's, or the file is damaged (logged).
 
-    What is compiled counts only where numba keeps it: another copy of this package would compile at its first question."""
+    Compiled forms count only where numba's cache has them: another copy of this package would compile at its first question."""
     path = kernels_file()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -397,10 +397,10 @@ def load_kernels() -> Kernels:
 
 
 def _compiled_step(key: StepKey) -> Callable[..., Any]:
-    """What compiles longest of a measured step."""
+    """The function of a measured step that takes longest to compile."""
     if key.part == "encoder":
         return compiled.encoder
-    return compiled.blocks if key.shape.numbers == "float32" else compiled.share_attention
+    return compiled.blocks if key.shape.dtype == "float32" else compiled.share_attention
 
 
 _FIELDS: Mapping[type[Any], Sequence[type[Any]]] = {
@@ -408,10 +408,10 @@ _FIELDS: Mapping[type[Any], Sequence[type[Any]]] = {
 }  # fmt: skip
 
 
-def _fields(values: Any, kind: type[Any]) -> Sequence[Any]:
-    if not isinstance(values, list) or [type(v) for v in values] != list(_FIELDS[kind]):
-        raise ValueError(f"{values!r} is no {kind.__name__}")
-    if kind is not Timing and not {"float32", "bfloat16", "int8"}.intersection(v for v in values if isinstance(v, str)):
+def _fields(values: Any, record: type[Any]) -> Sequence[Any]:
+    if not isinstance(values, list) or [type(v) for v in values] != list(_FIELDS[record]):
+        raise ValueError(f"{values!r} is no {record.__name__}")
+    if record is not Timing and not {"float32", "bfloat16", "int8"}.intersection(v for v in values if isinstance(v, str)):
         raise ValueError(f"{values!r} has no number format")
     return values
 
@@ -423,10 +423,10 @@ def _part(name: Any) -> str:
 
 
 def _timing(values: Any, forms: Container[str]) -> Timing:
-    found = Timing(*_fields(values, Timing))
-    if found.form not in forms or not min(found[1:]) > 0:
+    timing = Timing(*_fields(values, Timing))
+    if timing.form not in forms or not min(timing[1:]) > 0:
         raise ValueError(f"{values!r} is no measurement")
-    return found
+    return timing
 
 
 def keep_kernels(kernels: Kernels) -> None:

@@ -2,8 +2,8 @@
 
 Such a product reads its weight once, as fast as memory gives it. Each thread takes some outputs, and more when it is done, so
 that one whose core has other work delays nobody. The threads are those with which PyTorch computes; others would wait for a
-core, since after an operation PyTorch's go on looking for the next one for a moment. What a row gives does not depend on its
-company, nor on the threads.
+core, since after an operation PyTorch's go on looking for the next one for a moment. What a row gives does not depend on the
+others, nor on the threads.
 
 B rows, K inputs, N outputs.
 """
@@ -30,7 +30,7 @@ LEAST = 1 << 18
 
 
 class SharedProduct(Structure):
-    """What the threads of a product are given.
+    """Arguments of the threads of a product.
 
     taken: outputs that a thread has taken by now; each: outputs that one takes at a time; rows, inputs, outputs: B, K, N; x,
     weight, scale, out: addresses.
@@ -39,11 +39,11 @@ class SharedProduct(Structure):
     _fields_ = [(name, c_int64) for name in ("taken", "each", "rows", "inputs", "outputs", "x", "weight", "scale", "out")]
 
 
-def multiply(numbers: str, x: Any, weight: Any, scale: Any, out: Any, threads: int) -> None:
+def multiply(dtype: str, x: Any, weight: Any, scale: Any, out: Any, threads: int) -> None:
     """Write the products [B, N] float32 of rows [B, K] and a weight [N, K] to `out`, all of them tensors without gaps.
 
     Args:
-        numbers: of the weight: `float32` or `bfloat16` (rows float32), or `int8`: rows uint8, whose 0 is 128, exact sums, which
+        dtype: of the weight: `float32` or `bfloat16` (rows float32), or `int8`: rows uint8, whose 0 is 128, exact sums, which
             are multiplied by the scale [N].
         scale: of int8, else None.
         threads: that share it, if it is large enough.
@@ -53,17 +53,17 @@ def multiply(numbers: str, x: Any, weight: Any, scale: Any, out: Any, threads: i
     each = outputs if threads == 1 else max(outputs // (4 * threads), 8)
     scaled = 0 if scale is None else scale.data_ptr()
     shared = SharedProduct(0, each, rows, inputs, outputs, x.data_ptr(), weight.data_ptr(), scaled, out.data_ptr())
-    in_threads(compile_for(numbers).address, shared, threads)
+    in_threads(compile_for(dtype).address, shared, threads)
 
 
 @cache
-def compile_for(numbers: str) -> Any:
-    """What each thread calls; compiled when it is first asked for, and kept as what `compiled_function` makes is."""
-    share = {"float32": _share_float32, "bfloat16": _share_bfloat16, "int8": _share_int8}[numbers]
+def compile_for(dtype: str) -> Any:
+    """The function that each thread calls, compiled on first use and cached as by `compiled_function`."""
+    share = {"float32": _share_float32, "bfloat16": _share_bfloat16, "int8": _share_int8}[dtype]
     return compiled_for_threads(share)
 
 
-_bytes, _signed, _halves, _floats = (pointer_to(kind) for kind in (types.uint8, types.int8, types.uint16, types.float32))
+_bytes, _signed, _halves, _floats = map(pointer_to, (types.uint8, types.int8, types.uint16, types.float32))
 
 
 # --- float32 and bfloat16 ---------------------------------------------------------------------------------------------
@@ -72,11 +72,11 @@ _bytes, _signed, _halves, _floats = (pointer_to(kind) for kind in (types.uint8, 
 def _float_of(context: Any, number: Any) -> Any:
     """The float32 of a number of a weight; bfloat16, as uint16, is the upper half of one."""
 
-    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if number == types.float32:
-            return given[0]
+            return arguments[0]
         wide = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.zext(given[0], wide), wide(16)), ir.FloatType())
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], wide), wide(16)), ir.FloatType())
 
     return types.float32(number), generate
 
@@ -131,34 +131,34 @@ def _tile(outputs: int, rows: int) -> Any:
     """
 
     def sums(context: Any, x: Any, x_step: Any, weight: Any, step: Any, inputs: Any, out: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             int8, int16, int32, int64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
             wide = ir.VectorType(int32, 16)
 
-            def read(kind: Any, address: Any, step: Any, row: int, k: Any) -> Any:
+            def read(item: Any, address: Any, step: Any, row: int, k: Any) -> Any:
                 at = builder.add(builder.mul(step, int64(row)), k)
-                pointer = builder.gep(builder.inttoptr(address, kind.as_pointer()), [at])
-                numbers = builder.load(builder.bitcast(pointer, ir.VectorType(kind, 16).as_pointer()), align=kind.width // 8)
-                return builder.sext(numbers, wide)
+                pointer = builder.gep(builder.inttoptr(address, item.as_pointer()), [at])
+                vector = builder.load(builder.bitcast(pointer, ir.VectorType(item, 16).as_pointer()), align=item.width // 8)
+                return builder.sext(vector, wide)
 
-            def every_second(numbers: Any, first: int) -> Any:
-                which = ir.Constant(ir.VectorType(int32, 8), [int32(k) for k in range(first, 16, 2)])
-                return builder.shuffle_vector(numbers, numbers, which)
+            def every_second(vector: Any, first: int) -> Any:
+                indices = ir.Constant(ir.VectorType(int32, 8), [int32(k) for k in range(first, 16, 2)])
+                return builder.shuffle_vector(vector, vector, indices)
 
             zeros = ir.Constant(ir.VectorType(int32, 8), None)
             held = [[cgutils.alloca_once_value(builder, zeros) for _ in range(outputs)] for _ in range(rows)]
-            with cgutils.for_range_slice(builder, int64(0), builder.and_(given[4], int64(-16)), int64(16)) as (k, _):
-                here = [read(int16, given[0], given[1], row, k) for row in range(rows)]
+            with cgutils.for_range_slice(builder, int64(0), builder.and_(arguments[4], int64(-16)), int64(16)) as (k, _):
+                here = [read(int16, arguments[0], arguments[1], row, k) for row in range(rows)]
                 for n in range(outputs):
-                    there = read(int8, given[2], given[3], n, k)
+                    weights = read(int8, arguments[2], arguments[3], n, k)
                     for row in range(rows):
-                        products, sum_ = builder.mul(here[row], there), held[row][n]
+                        products, sum_ = builder.mul(here[row], weights), held[row][n]
                         pairs = builder.add(every_second(products, 0), every_second(products, 1))
                         builder.store(builder.add(builder.load(sum_), pairs), sum_)
-            target = builder.inttoptr(given[5], int32.as_pointer())
-            for place, one in enumerate(one for row in held for one in row):
-                parts = [builder.extract_element(builder.load(one), int32(k)) for k in range(8)]
-                builder.store(reduce(builder.add, parts), builder.gep(target, [int64(place)]))
+            target = builder.inttoptr(arguments[5], int32.as_pointer())
+            for index, sum_ in enumerate(sum_ for row in held for sum_ in row):
+                parts = [builder.extract_element(builder.load(sum_), int32(k)) for k in range(8)]
+                builder.store(reduce(builder.add, parts), builder.gep(target, [int64(index)]))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), generate

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omni.diagnostics.findings import Finding, Place, definition, shortlist
+from omni.diagnostics.findings import Finding, Line, definition, shortlist
 from omni.diagnostics.held import join, modules_of, reached_from, shape_of, storage_of, tensors_in
 from omni.utils.private import TorchDispatchMode, forward_hooks
 
@@ -50,30 +50,30 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
         return []
     masked = f"pad and eos are both {eos}, and padding is masked by its id"
     why = masked if pad == eos else f"eos {eos} follows, with label {ignore}"
-    what = f"{len(wrong)} of {len(tokens)} rows train no end ({why}): the model will not stop"
+    text = f"{len(wrong)} of {len(tokens)} rows train no end ({why}): the model will not stop"
     where = f"labels of rows {shortlist(list(map(str, wrong)))}; row {wrong[0]}, column {int(end[wrong[0]]) - shift}"
-    return [Finding("label_end", what, REMEDY_END, tensor=where)]
+    return [Finding("label_end", text, REMEDY_END, tensor=where)]
 
 
 def check_targets(counts: Tensor, names: Sequence[str]) -> list[Finding]:
     """Finds streams or tasks without any target; `counts` are the targets of each [N]."""
-    numbers = counts.tolist()
-    empty = [name for name, count in zip(names, numbers, strict=True) if not count]
-    what = f"{shortlist(empty)} got no target: a mean over nothing is nan"
+    values = counts.tolist()
+    empty = [name for name, count in zip(names, values, strict=True) if not count]
+    text = f"{shortlist(empty)} got no target: a mean over nothing is nan"
     remedy = "sum the losses and divide by a count of at least 1, counted over the whole step; look at the data if it stays so"
-    return [Finding("no_target", what, remedy, tensor=f"counts {numbers} of {shortlist(names, 12)}")] if empty else []
+    return [Finding("no_target", text, remedy, tensor=f"counts {values} of {shortlist(names, 12)}")] if empty else []
 
 
 # --- patches ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def expectation(add: Callable[[list[Finding]], Any], names: Mapping[int, str], module: nn.Module, given: Any) -> Iterator[None]:
+def expectation(add: Callable[[list[Finding]], Any], names: Mapping[int, str], module: nn.Module, patch: Any) -> Iterator[None]:
     """Watches one forward, and adds findings about a patch that took no part in it; see `Guard.expect_changed`."""
     hooks = [hook for held in forward_hooks(module) for hook in held.values()]
     # Offloaded weights are empty between forwards; a hook on such a module is a patch that works.
     own: list[tuple[str, Tensor]] = [(name, p) for name, p in module.named_parameters() if not (hooks and p.is_meta)]
-    tensors = own if given is None else [(name or "tensor", t) for name, t in tensors_in(given)]
+    tensors = own if patch is None else [(name or "tensor", t) for name, t in tensors_in(patch)]
     forward, calls, reads = vars(module).get("forward"), list[int](), _Reads(module)
     handle = module.register_forward_pre_hook(lambda module, args: calls.append(1))
     try:
@@ -86,12 +86,12 @@ def expectation(add: Callable[[list[Finding]], Any], names: Mapping[int, str], m
     if unused:
         unread = shortlist([name for name, _ in unused])
         why, remedy = _why(module, forward, bool(calls), reads, [t for _, t in tensors])
-        place = definition(forward if forward is not None else next(iter(hooks), None))
+        line = definition(forward if forward is not None else next(iter(hooks), None))
         tensor = f"{unread} {shape_of(unused[0][1])}" if len(unused) == 1 else unread
-        add([Finding("patch", f"{unread} takes no part in forward{why}", remedy, tensor, path, place)])
+        add([Finding("patch", f"{unread} takes no part in forward{why}", remedy, tensor, path, line)])
     elif (hooks or forward is not None) and not calls:
-        what = "the module is never called, only its weights are read: its hooks and its replaced forward do not run"
-        add([Finding("patch", what, "call the module itself (module(x), not module.forward(x) or F.linear(x, w))", "", path)])
+        text = "the module is never called, only its weights are read: its hooks and its replaced forward do not run"
+        add([Finding("patch", text, "call the module itself (module(x), not module.forward(x) or F.linear(x, w))", "", path)])
 
 
 def _why(module: nn.Module, forward: Any, is_called: bool, reads: _Reads, tensors: list[Tensor]) -> tuple[str, str]:
@@ -109,7 +109,7 @@ def _why(module: nn.Module, forward: Any, is_called: bool, reads: _Reads, tensor
 def foreign_forwards(model: nn.Module | None) -> list[Finding]:
     """Finds copies of patched modules: an instance's `forward` runs another module of their kind instead, with none of their
     own parameters. Modules with the same `forward` give one finding."""
-    found: dict[Place | None, list[tuple[str, nn.Module]]] = {}
+    copies: dict[Line | None, list[tuple[str, nn.Module]]] = {}
     for path, module in () if model is None else model.named_modules():
         forward = vars(module).get("forward")
         others = [] if forward is None else modules_of(forward)
@@ -118,12 +118,12 @@ def foreign_forwards(model: nn.Module | None) -> list[Finding]:
         used = {*(id(value) for value, _ in reached_from(forward).values()), *(id(p) for o in others for p in o.parameters())}
         ids = {id(p) for p in module.parameters()}
         if ids and not ids & used:
-            found.setdefault(definition(forward), []).append((path, module))
+            copies.setdefault(definition(forward), []).append((path, module))
     findings = []
-    for place, members in found.items():
+    for line, members in copies.items():
         weights = shortlist([join(path, name) for path, module in members for name, _ in module.named_parameters()])
         remedy = HOOK if any(_is_sharded(module) for _, module in members) else FUNCTIONAL
-        findings.append(Finding("patch", f"{weights} take no part in forward: {TWIN}", remedy, weights, members[0][0], place))
+        findings.append(Finding("patch", f"{weights} take no part in forward: {TWIN}", remedy, weights, members[0][0], line))
     return findings
 
 

@@ -1,4 +1,4 @@
-"""Finds what a step tells of gradients and graphs, and the cause of errors of autograd with its line."""
+"""Finds mistakes with gradients and graphs in a step, and the cause of errors of autograd with its line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omni.diagnostics.findings import Finding, Place, is_internal, shortlist
+from omni.diagnostics.findings import Finding, Line, is_internal, shortlist
 from omni.diagnostics.held import HeldTensor, held_by, held_in, reach, storage_of, version_of
 from omni.diagnostics.recompute import WEIGHT, Region
 from omni.diagnostics.trace import Node, Saved, Trace, is_inner, is_older, nodes_of
@@ -87,12 +87,12 @@ class Scene:
         yield from held_by(self.model, parameters)
         yield from held_in(self.batch, "batch")
 
-    def written(self, held: HeldTensor) -> Place | None:
+    def written(self, held: HeldTensor) -> Line | None:
         """The line that last wrote a held tensor: traced, or found in the source of its class."""
         present = [other.tensor for other in self.now() if other.path == held.path and other.tensor.grad_fn is not None]
         writes = [] if self.trace is None else [self.trace.last_write(t) for t in present]
-        source = (place for place in held.written() if place.function != "__init__")
-        return next((write.place for write in writes if write is not None), None) or next(source, None)
+        source = (line for line in held.written() if line.function != "__init__")
+        return next((write.line for write in writes if write is not None), None) or next(source, None)
 
     def trainable_of(self, tensor: Tensor) -> str:
         """Names of the trainable parameters that a tensor's graph leads to."""
@@ -136,43 +136,43 @@ def diagnose(scene: Scene, error: BaseException) -> list[Finding]:
         ours, users = ([held for held in each if held.tensor.is_inference()] for each in holders)
         return [_inference(scene, held) for held in ours or users[:1]] + traced
     if kind == "nothing":
-        what = "the loss has no graph: no parameter that requires a gradient took part in it, or no gradients were recorded"
-        place = scene.trace.cuts[-1][0] if scene.trace is not None and scene.trace.cuts else None
-        return [*traced, Finding("no_gradient", what, NO_GRAPH, place=place)]
+        message = "the loss has no graph: no parameter that requires a gradient took part in it, or no gradients were recorded"
+        line = scene.trace.cuts[-1][0] if scene.trace is not None and scene.trace.cuts else None
+        return [*traced, Finding("no_gradient", message, NO_GRAPH, line=line)]
     if kind == "inplace":
-        old, message = _from_outside(scene, nodes), str(error).strip().split("\n")[0]
+        old, error_line = _from_outside(scene, nodes), str(error).strip().split("\n")[0]
         is_known = old or (traced and scene.trace is not None)
-        return [*old, *traced, *([] if is_known else [Finding("inplace", message, INPLACE)])]
-    what = "a checkpointed part is repeated in backward and does not do the same as in forward"
+        return [*old, *traced, *([] if is_known else [Finding("inplace", error_line, INPLACE)])]
+    message = "a checkpointed part is repeated in backward and does not do the same as in forward"
     remedy = "let its result depend on its arguments alone; guard.rerun(step) names what has changed"
-    return traced or [Finding("recompute", what, remedy)]
+    return traced or [Finding("recompute", message, remedy)]
 
 
 def _backward_roots(frames: list[FrameType]) -> list[Tensor]:
     """Tensors on which `backward` or `grad` was called, in the frames of an error; empty where it was not raised there."""
-    found: list[Tensor] = []
+    roots: list[Tensor] = []
     for frame in frames:
         name = frame.f_code.co_name
         if frame.f_code.co_filename == torch.autograd.__file__ and name in ("backward", "grad"):
             value = frame.f_locals.get("tensors" if name == "backward" else "outputs", ())
-            found = [value] if isinstance(value, Tensor) else [t for t in value if isinstance(t, Tensor)]
-    return found
+            roots = [value] if isinstance(value, Tensor) else [t for t in value if isinstance(t, Tensor)]
+    return roots
 
 
 def traced_changes(scene: Scene) -> list[Finding]:
     """Saved tensors that a step changed in place (traced), one finding for each storage, old graphs that its backward reached
     and checkpointed parts that it repeated differently (traced), and caches that it wrote."""
-    found: dict[int, Finding] = {}
+    changed: dict[int, Finding] = {}
     others = [finding for part in scene.parts if part is not None for finding in part.findings()]
     if scene.trace is not None:
         held = {storage_of(h.tensor): h for h in scene.now(parameters=True)}
         for saved in scene.trace.changed:
             storage = storage_of(saved.tensor)
-            if storage not in found:
-                found[storage] = _changed(saved, held.get(storage), scene)
+            if storage not in changed:
+                changed[storage] = _changed(saved, held.get(storage), scene)
         others += [finding for _, nodes in scene.trace.backwards for finding in _from_outside(scene, nodes)]
-    caches = {finding.place for finding in found.values() if finding.kind == "cache"}
-    return [*found.values(), *others, *(f for f in written_caches(scene) if f.place is None or f.place not in caches)]
+    caches = {finding.line for finding in changed.values() if finding.kind == "cache"}
+    return [*changed.values(), *others, *(f for f in written_caches(scene) if f.line is None or f.line not in caches)]
 
 
 def _changed(saved: Saved, held: HeldTensor | None, scene: Scene) -> Finding:
@@ -182,36 +182,36 @@ def _changed(saved: Saved, held: HeldTensor | None, scene: Scene) -> Finding:
         remedy = WEIGHT
     elif _is_copy(source.tensor.grad_fn):
         kind, remedy = "cache", CACHE
-    places = [place for place in dict.fromkeys([*(write.place for write in writes), saved.place]) if place is not None]
-    known = any(write.place is not None for write in writes)
+    lines = [line for line in dict.fromkeys([*(write.line for write in writes), saved.line]) if line is not None]
+    known = any(write.line is not None for write in writes)
     change = f"version {saved.now} instead of {saved.version}"
     ops = shortlist(list(dict.fromkeys(write.op.removeprefix("aten.") for write in writes)), 3)
-    what = f"{source.path} was saved for backward and then changed in place: {change} ({ops})"
-    return Finding(kind, what, remedy, source.describe(), source.module, places[0] if known else None, tuple(places[known:]))
+    text = f"{source.path} was saved for backward and then changed in place: {change} ({ops})"
+    return Finding(kind, text, remedy, source.describe(), source.module, lines[0] if known else None, tuple(lines[known:]))
 
 
 def _from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
     """Findings about holders of a part of a graph that is older than the step; none where there is no such part."""
     old = {node for node in nodes if is_older(node, scene.first)}
-    found = [_stale(scene, held, node) for held, node, _ in scene.held if node is not None and node in old]
-    if found or not old:
-        return found
+    stale = [_stale(scene, held, node) for held, node, _ in scene.held if node is not None and node in old]
+    if stale or not old:
+        return stale
     used = {} if scene.trace is None else scene.trace.old_uses
-    others = tuple(place for node, place in used.items() if node in old and place is not None)
+    others = tuple(line for node, line in used.items() if node in old and line is not None)
     variables = [v for v in scene.variables() if v.tensor.grad_fn is not None]
     variables.sort(key=lambda v: (not v.written(), _number(v)))
     # A state that was bound again is younger; a recurrent layer's is no part of the loss, but depends on the old one.
     bound = (v for v in variables if v.written() and nodes_of([v.tensor]) & old)
     v = next((v for v in variables if v.tensor.grad_fn in old), None) or next(bound, None)
     if v is None:
-        what = f"backward reaches {len(old)} nodes of a graph from before this step; nothing that the guard can reach holds it"
-        return [Finding("freed", what, OUTSIDE, "", "", next(iter(others), None), others[1:])]
-    what = f"the variable {v.path} carries the graph of one step into the next"
-    remedy, place = CARRY.format(name=v.path), next(iter(v.written()), None)
+        text = f"backward reaches {len(old)} nodes of a graph from before this step; nothing that the guard can reach holds it"
+        return [Finding("freed", text, OUTSIDE, "", "", next(iter(others), None), others[1:])]
+    text = f"the variable {v.path} carries the graph of one step into the next"
+    remedy, line = CARRY.format(name=v.path), next(iter(v.written()), None)
     if v.tensor.grad_fn in old:
-        what = f"the variable {v.path} keeps a graph from before this step, which goes through {scene.trainable_of(v.tensor)}"
+        text = f"the variable {v.path} keeps a graph from before this step, which goes through {scene.trainable_of(v.tensor)}"
         remedy = OUTSIDE
-    return [Finding("freed", what, remedy, v.describe(), "", place, tuple(other for other in others if other != place))]
+    return [Finding("freed", text, remedy, v.describe(), "", line, tuple(other for other in others if other != line))]
 
 
 def _twice(scene: Scene, nodes: set[Node]) -> Finding:
@@ -222,13 +222,13 @@ def _twice(scene: Scene, nodes: set[Node]) -> Finding:
         if held.owner is None or node is None or (held.path, node) in before or _is_view_of_leaf(held.tensor):
             continue
         if nodes_of([held.tensor]) & nodes:
-            what = f"{held.path} carries the graph of one backward call of this step into the next, which the first one freed"
+            text = f"{held.path} carries the graph of one backward call of this step into the next, which the first one freed"
             remedy = CACHE if _is_copy(node) else STATISTIC.format(name="self." + held.name)
-            return Finding("freed", what, remedy, held.describe(), held.module, scene.written(held))
-    what = "two backward calls of this step walk through the same graph, which the first one freed"
+            return Finding("freed", text, remedy, held.describe(), held.module, scene.written(held))
+    text = "two backward calls of this step walk through the same graph, which the first one freed"
     backwards = [] if scene.trace is None else scene.trace.backwards
-    shared = [place for place, walked in backwards[:-1] if place and any(is_inner(node) for node in walked & nodes)]
-    return Finding("freed", what, ONE_BACKWARD, place=backwards[-1][0] if backwards else None, others=tuple(shared[:1]))
+    shared = [line for line, walked in backwards[:-1] if line and any(is_inner(node) for node in walked & nodes)]
+    return Finding("freed", text, ONE_BACKWARD, line=backwards[-1][0] if backwards else None, others=tuple(shared[:1]))
 
 
 # --- what a step holds ------------------------------------------------------------------------------------------------
@@ -239,17 +239,17 @@ def _stale(scene: Scene, held: HeldTensor, node: object) -> Finding:
     if held.owner is None:
         nodes = nodes_of([held.tensor])
         origins = [v for v in scene.variables() if v.tensor.grad_fn in nodes and v.written()]
-        place = min(origins, key=_number).written()[0] if origins else None  # the variable at which the graph starts
-        what = f"{held.path} was computed before the step and carries a graph: it goes through "
-        return Finding("stale", f"{what}{scene.trainable_of(held.tensor)} only once", OUTSIDE, held.describe(), place=place)
-    place = scene.written(held)
-    others = tuple(p for p in held.written() if p != place and p.function != "__init__")[:2]
+        line = min(origins, key=_number).written()[0] if origins else None  # the variable at which the graph starts
+        text = f"{held.path} was computed before the step and carries a graph: it goes through "
+        return Finding("stale", f"{text}{scene.trainable_of(held.tensor)} only once", OUTSIDE, held.describe(), line=line)
+    line = scene.written(held)
+    others = tuple(p for p in held.written() if p != line and p.function != "__init__")[:2]
     kind, remedy = "stale", STATISTIC.format(name="self." + held.name)
-    what = f"{held.path} keeps the graph of an earlier step: a backward that comes to it fails"
+    text = f"{held.path} keeps the graph of an earlier step: a backward that comes to it fails"
     if _is_copy(node):
-        what = f"{held.path} is a cache that was written while gradients recorded, and keeps the graph of an earlier step"
+        text = f"{held.path} is a cache that was written while gradients recorded, and keeps the graph of an earlier step"
         kind, remedy = "cache", CACHE
-    return Finding(kind, what, remedy, held.describe(), held.module, place, others)
+    return Finding(kind, text, remedy, held.describe(), held.module, line, others)
 
 
 def at_start(scene: Scene) -> list[Finding]:
@@ -257,7 +257,7 @@ def at_start(scene: Scene) -> list[Finding]:
 
     Checked when the step is over: a tensor that a module has computed again, not from its old value, is no finding.
     """
-    found = []
+    findings = []
     old = any(node is not None and held.owner is not None for held, node, _ in scene.held)
     now = {held.path: held.tensor for held in held_by(scene.model)} if old else {}
     reached = nodes_of(now.values(), since=scene.first) if old else set()
@@ -265,29 +265,29 @@ def at_start(scene: Scene) -> list[Finding]:
         if node is not None and not _is_view_of_leaf(held.tensor):
             current = now.get(held.path)
             if held.owner is None or node in reached or (current is not None and current.grad_fn is node):
-                found.append(_stale(scene, held, node))
+                findings.append(_stale(scene, held, node))
         elif held.tensor.is_inference():
-            found.append(_inference(scene, held))
-    return found
+            findings.append(_inference(scene, held))
+    return findings
 
 
 def _inference(scene: Scene, held: HeldTensor) -> Finding:
     same = [held] if held.owner is not None else [v for v in scene.variables() if v.tensor is held.tensor]
-    what = f"{held.path} was made under torch.inference_mode(): autograd cannot save it"
-    place = next((place for v in same for place in v.written()), None)
-    return Finding("inference", what, INFERENCE, held.describe(), held.module, place)
+    text = f"{held.path} was made under torch.inference_mode(): autograd cannot save it"
+    line = next((line for v in same for line in v.written()), None)
+    return Finding("inference", text, INFERENCE, held.describe(), held.module, line)
 
 
 def written_caches(scene: Scene) -> list[Finding]:
     """Tensors that had no graph when the step started and have one now: written in place while gradients are recorded."""
-    found = []
+    findings = []
     for held, node, version in scene.held:
         tensor = held.tensor
         if node is None and version >= 0 and tensor.grad_fn is not None and tensor._version != version:
-            what = f"{held.path} was written in place while gradients record: it now carries the graph of this step"
+            text = f"{held.path} was written in place while gradients record: it now carries the graph of this step"
             remedy = CACHE if _is_copy(tensor.grad_fn) else STATISTIC.format(name=held.path)
-            found.append(Finding("cache", what, remedy, held.describe(), held.module, scene.written(held)))
-    return found
+            findings.append(Finding("cache", text, remedy, held.describe(), held.module, scene.written(held)))
+    return findings
 
 
 # --- gradients that do not arrive, or that nobody uses ----------------------------------------------------------------
@@ -295,18 +295,18 @@ def written_caches(scene: Scene) -> list[Finding]:
 
 def missing_gradients(scene: Scene, named: Iterable[tuple[str, nn.Parameter]]) -> list[Finding]:
     """Findings about trainable parameters to which no gradient came, one for each cause."""
-    groups: dict[tuple[str, Place | None], list[str]] = {}
+    groups: dict[tuple[str, Line | None], list[str]] = {}
     for name, p in named:
         groups.setdefault(_cause(scene, name, p), []).append(name)
-    found = []
-    for (why, place), names in groups.items():
-        what = f"{len(names)} trainable parameters received no gradient: {why}"
+    findings = []
+    for (why, line), names in groups.items():
+        text = f"{len(names)} trainable parameters received no gradient: {why}"
         module = names[0].rpartition(".")[0] if len(names) == 1 else ""
-        found.append(Finding("no_gradient", what, _LOST.get(why.split(" ")[0], _LOST[""]), shortlist(names), module, place))
-    return found
+        findings.append(Finding("no_gradient", text, _LOST.get(why.split(" ")[0], _LOST[""]), shortlist(names), module, line))
+    return findings
 
 
-def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Place | None]:
+def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Line | None]:
     trace = scene.trace
     if trace is None:
         return "a full trace (guard.rerun) says where it was lost", None
@@ -315,9 +315,9 @@ def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Place | None]
     if (name, True) not in trace.uses:
         why = "used only where gradients are not recorded" if (name, False) in trace.uses else "unused in forward"
         return why, trace.uses.get((name, False))
-    for place, op, source in trace.cuts:
+    for line, op, source in trace.cuts:
         if any(getattr(node, "variable", None) is p for node in nodes_of([source])):
-            return f"detached from the loss by {op.removeprefix('aten.')}", place
+            return f"detached from the loss by {op.removeprefix('aten.')}", line
     return "its results do not reach the loss", trace.uses[name, True]
 
 

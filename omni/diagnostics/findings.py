@@ -1,4 +1,4 @@
-"""Findings with their lines: what a mistake is, which line of the user's code made it, and the error that carries both."""
+"""Findings: a mistake, the line of the user's code that made it, and the error that carries both."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _ADVICE = re.compile(r"\s*Specify retain_graph=True if [^.]*\.")
 """Torch's own advice for a graph that backward walks twice: it hides the mistake, or turns it into another error."""
 
 
-class Place(NamedTuple):
+class Line(NamedTuple):
     """A line of source; its code is read when it is asked for."""
 
     path: str
-    line: int
+    number: int
     function: str
 
     @property
     def code(self) -> str:
-        return linecache.getline(self.path, self.line).strip()
+        return linecache.getline(self.path, self.number).strip()
 
     @property
     def file(self) -> str:
@@ -45,7 +45,7 @@ class Place(NamedTuple):
         return full.removeprefix(here).replace(os.sep, "/") if full.startswith(here) else self.path
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} in {self.function}: {self.code}"
+        return f"{self.file}:{self.number} in {self.function}: {self.code}"
 
 
 @dataclass(frozen=True)
@@ -55,28 +55,28 @@ class Finding:
     Attributes:
         tensor: name and shape of the tensor, or names of the parameters.
         module: path of the module that holds it, empty where none does.
-        place: the line that is to be changed, where it is known; `others` take part.
+        line: the line that is to be changed, where it is known; `others` take part.
         remedy: what to write instead.
     """
 
     kind: str
-    what: str
+    message: str
     remedy: str
     tensor: str = ""
     module: str = ""
-    place: Place | None = None
-    others: tuple[Place, ...] = ()
+    line: Line | None = None
+    others: tuple[Line, ...] = ()
 
     def __str__(self) -> str:
         module = f" (of module {self.module!r})" if self.module else ""
-        parts = [("tensor: ", self.tensor and self.tensor + module), ("line:   ", self.place)]
-        parts += [*(("also:   ", place) for place in self.others[:3]), ("remedy: ", self.remedy)]
-        return "\n".join([f"[{self.kind}] {self.what}", *(f"  {head}{part}" for head, part in parts if part)])
+        parts = [("tensor: ", self.tensor and self.tensor + module), ("line:   ", self.line)]
+        parts += [*(("also:   ", line) for line in self.others[:3]), ("remedy: ", self.remedy)]
+        return "\n".join([f"[{self.kind}] {self.message}", *(f"  {head}{part}" for head, part in parts if part)])
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for two findings of one mistake."""
-        return self.kind, self.module, self.tensor, self.place
+        return self.kind, self.module, self.tensor, self.line
 
 
 class GraphError(RuntimeError):
@@ -120,8 +120,8 @@ def user_frame() -> FrameType | None:
     return next((frame for frame, _ in walk_stack(sys._getframe(1)) if not is_internal(frame.f_code.co_filename)), None)
 
 
-def place_of(frame: FrameType | None) -> Place | None:
-    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+def line_of(frame: FrameType | None) -> Line | None:
+    return None if frame is None else Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -132,10 +132,10 @@ def code_of(function: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def definition(function: Any) -> Place | None:
-    """Place at which a function is defined."""
+def definition(function: Any) -> Line | None:
+    """Where a function is defined."""
     code = code_of(function)
-    return None if code is None else Place(code.co_filename, code.co_firstlineno, code.co_name)
+    return None if code is None else Line(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def _writes(tree: ast.AST, wanted: Callable[[ast.expr], bool]) -> Iterator[int]:
@@ -163,20 +163,20 @@ def _writes(tree: ast.AST, wanted: Callable[[ast.expr], bool]) -> Iterator[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def attribute_writes(kind: type, name: str) -> tuple[Place, ...]:
+def attribute_writes(owner_type: type, name: str) -> tuple[Line, ...]:
     """Lines of a class, and of those it inherits from, that write `self.name`; those of `__init__` last."""
-    found: list[Place] = []
-    for method in [method for owner in kind.__mro__ for method in vars(owner).values() if inspect.isfunction(method)]:
+    written: list[Line] = []
+    for method in [method for owner in owner_type.__mro__ for method in vars(owner).values() if inspect.isfunction(method)]:
         code = inspect.unwrap(method).__code__
         scopes = () if is_internal(code.co_filename) else _scopes(code)
         if len(scopes) > 1:
             lines = _writes(scopes[0], lambda node: isinstance(node, ast.Attribute) and node.attr == name)
-            found += [Place(code.co_filename, n, code.co_name) for n in lines]
-    return tuple(sorted(found, key=lambda place: place.function == "__init__"))
+            written += [Line(code.co_filename, n, code.co_name) for n in lines]
+    return tuple(sorted(written, key=lambda line: line.function == "__init__"))
 
 
 @functools.lru_cache(maxsize=256)
-def name_writes(code: CodeType, name: str, at: int = 0) -> tuple[Place, ...]:
+def name_writes(code: CodeType, name: str, at: int = 0) -> tuple[Line, ...]:
     """Lines that write a name in a function, or where it does not in the nearest one around it, or in the file.
 
     With the running line `at` they are ordered by how likely it read their value: first lines below it in the same loop
@@ -188,7 +188,7 @@ def name_writes(code: CodeType, name: str, at: int = 0) -> tuple[Place, ...]:
             loops = [n for n in ast.walk(scope) if isinstance(n, (ast.For, ast.While))]
             end = max((n.end_lineno or 0 for n in loops if n.lineno <= at <= (n.end_lineno or 0)), default=0)
             order = sorted(lines, key=lambda n: (0, -n) if at <= n <= end else (1, -n) if n < at else (2, n))
-            return tuple(Place(code.co_filename, n, getattr(scope, "name", code.co_name)) for n in order)
+            return tuple(Line(code.co_filename, n, getattr(scope, "name", code.co_name)) for n in order)
     return ()
 
 

@@ -115,10 +115,10 @@ class Guard:
                     step()
         finally:
             self.start, self.failed = start, failed
-            kinds = {finding.kind for finding in watched.found}
+            kinds = {finding.kind for finding in watched.findings}
             # Findings of the trace replace the vaguer ones from before; a step sees only some of the patches.
             self.add(f for f in before if f.kind not in kinds or f.kind == "patch")
-        return watched.found
+        return watched.findings
 
     def run(self, step: Callable[[], Any], batch: Any = None, *, trace: bool = False) -> Any:
         """Runs one step; where autograd fails, repeats it under a full trace and raises the complete diagnosis.
@@ -130,10 +130,10 @@ class Guard:
             with _Step(self.model, batch, sys._getframe(1), step, guard=self, traced=trace):
                 return step()
         except GraphError as error:
-            cause, found = error.__cause__, error.findings
+            cause, findings = error.__cause__, error.findings
             with suppress(Exception):  # the cause is what counts
-                found = found if trace else self.rerun(step, batch) or found
-            raise GraphError(str(cause), found) from cause
+                findings = findings if trace else self.rerun(step, batch) or findings
+            raise GraphError(str(cause), findings) from cause
 
     def expect_changed(self, module: nn.Module, tensors: Any = None) -> AbstractContextManager[None]:
         """Context manager around one forward that checks that a patch of this module takes part in it.
@@ -149,12 +149,12 @@ class Guard:
 
     def add(self, findings: Iterable[Finding]) -> list[Finding]:
         """Adds the findings that are new; returns the given ones, each once."""
-        given = list({finding.key: finding for finding in findings}.values())
-        placed = {finding.key[:3] for finding in given if finding.place is not None}
-        self.findings = [f for f in self.findings if f.place is not None or f.key[:3] not in placed]
+        added = list({finding.key: finding for finding in findings}.values())
+        placed = {finding.key[:3] for finding in added if finding.line is not None}
+        self.findings = [f for f in self.findings if f.line is not None or f.key[:3] not in placed]
         known = {finding.key for finding in self.findings}
-        self.findings += [finding for finding in given if finding.key not in known]
-        return given
+        self.findings += [finding for finding in added if finding.key not in known]
+        return added
 
     def names(self) -> dict[int, str]:
         """Paths of parameters and modules by id."""
@@ -182,7 +182,7 @@ class _Step(Scene):
     guard: Guard
     last: bool = True
     traced: bool = False
-    found: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
     inner: bool = False
@@ -203,7 +203,7 @@ class _Step(Scene):
         self.names, self.named, self.first = guard.names(), guard.parameters(), next_number()
         self.held = [(h, h.tensor.grad_fn, version_of(h.tensor)) for h in self.now()]
         self.held += [(h, None, -1) for h in held_by(self.model, parameters=True) if h.tensor.is_inference()]
-        self.found += foreign_forwards(self.model)
+        self.findings += foreign_forwards(self.model)
         owned = parameters_of(guard.optimizers).keys() | guard.idle.keys()
         self.loose = {name: fingerprint(p) for name, p in self.named if guard.optimizers and id(p) not in owned}
         if self.traced:
@@ -217,7 +217,7 @@ class _Step(Scene):
             self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
         for optimizer in self.guard.optimizers:
             self.stack.callback(optimizer.register_step_pre_hook(self._note_step).remove)
-        checkpoints = watched_checkpoints(self.found.append, self.trace, self.model, self.names)
+        checkpoints = watched_checkpoints(self.findings.append, self.trace, self.model, self.names)
         self.parts = self.stack.enter_context(checkpoints)
         if self.trace is not None:
             self.stack.enter_context(self.trace.running())
@@ -250,18 +250,18 @@ class _Step(Scene):
         self._note_gradients()
         arrived, stepped = guard.arrived, parameters_of(self.stepped)
         spared = guard.idle.keys() | (parameters_of(guard.optimizers).keys() - stepped.keys() if stepped else set())
-        explained = {name for f in self.found if f.kind == "reentrant" for name in f.tensor.split(", ")}
+        explained = {name for f in self.findings if f.kind == "reentrant" for name in f.tensor.split(", ")}
         wanted = [(name, p) for name, p in self.named if id(p) not in spared and not self._is_intermittent(p)]
         lost = [(name, p) for name, p in wanted if p.requires_grad and id(p) not in arrived and name not in explained]
         if self.stepped or arrived:
-            self.found += missing_gradients(self, lost)
+            self.findings += missing_gradients(self, lost)
             loose = [(name, p) for name, p in self.named if name in self.loose and id(p) in arrived]
             names = [name for name, p in loose if not stepped or fingerprint(p) == self.loose[name]]
-            what = f"{len(names)} parameters receive a gradient, but no optimizer owns them: they never change"
-            self.found += [Finding("not_owned", what, UNOWNED, shortlist(names))] if names else []
+            text = f"{len(names)} parameters receive a gradient, but no optimizer owns them: they never change"
+            self.findings += [Finding("not_owned", text, UNOWNED, shortlist(names))] if names else []
         arrived.clear()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.inner:
             return
         guard = self.guard
@@ -275,8 +275,8 @@ class _Step(Scene):
             if not isinstance(error, RuntimeError) or isinstance(error, GraphError) or kind_of(error) is None:
                 return
             guard.failed = True
-            self.found = guard.recent = guard.add([*at_start(self), *self.found, *diagnose(self, error)])
-            raise GraphError(str(error), self.found, "" if self.traced else HINT) from error
+            self.findings = guard.recent = guard.add([*at_start(self), *self.findings, *diagnose(self, error)])
+            raise GraphError(str(error), self.findings, "" if self.traced else HINT) from error
         finally:
             self.later.clear()
             self.held.clear()
@@ -289,9 +289,9 @@ class _Step(Scene):
         guard, start = self.guard, at_start(self)
         if self.last or self.stepped:
             self._check_gradients()
-        self.found = guard.recent = guard.add([*start, *self.found, *traced_changes(self)])
+        self.findings = guard.recent = guard.add([*start, *self.findings, *traced_changes(self)])
         guard.has_checkpoints = bool(self.parts)
-        if not self.found:
+        if not self.findings:
             guard.start = None
 
 
@@ -393,8 +393,8 @@ def restored(
 def reshard(model: nn.Module | None, failed: bool = False) -> None:
     """Has FSDP2 free what it has gathered (a root stays gathered after a forward without gradients), so that the model's
     parameters are those that an optimizer owns; after a step that failed half-way, no hook waits for its backward either."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    modules: list[Any] = [] if model is None else [module for module in model.modules() if isinstance(module, kind)]
+    module_type: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    modules: list[Any] = [] if model is None else [module for module in model.modules() if isinstance(module, module_type)]
     for module in modules:
         if failed:
             with suppress(RuntimeError, AttributeError):  # not of the root; not there before the first forward

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from omni.diagnostics.findings import Place, attribute_writes, code_of, is_internal, name_writes
+from omni.diagnostics.findings import Line, attribute_writes, code_of, is_internal, name_writes
 from omni.utils.private import forward_hooks, own_buffers, own_parameters, storage_key
 
 MOST = 512  # entries of one container that are examined
@@ -44,7 +44,7 @@ class HeldTensor(NamedTuple):
     def path(self) -> str:
         return join(self.module, self.name) + self.rest
 
-    def written(self) -> tuple[Place, ...]:
+    def written(self) -> tuple[Line, ...]:
         """Lines that write the attribute or the variable, the likeliest first."""
         if self.owner is not None:
             return attribute_writes(self.owner, self.name)
@@ -101,7 +101,7 @@ def tensors_in(
 
 
 def _entries(value: Any) -> Iterable[tuple[str, Any]]:
-    """What a container or an object holds, with the step of the path to each."""
+    """Members of a container or an object, each with its part of the path."""
     if isinstance(value, MutableMapping):
         return [(f"[{k!r}]", v) for k, v in islice(value.items(), MOST)]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -124,15 +124,15 @@ def held_by(model: nn.Module | None, parameters: bool = False) -> Iterator[HeldT
     """
     seen: set[int] = set()
     for path, module in () if model is None else model.named_modules():
-        kind = type(module)
+        owner = type(module)
         for name, tensor in [*(own_parameters(module).items() if parameters else ()), *own_buffers(module).items()]:
             if tensor is not None and not is_lazy(tensor):
-                yield HeldTensor(tensor, path, name, "", kind)
+                yield HeldTensor(tensor, path, name, "", owner)
         computed = {getattr(hook, "name", None) for hook in forward_hooks(module)[1].values()}
         for name, value in vars(module).items():
             if name not in MODULE_FIELDS and name not in computed and not isinstance(value, _PLAIN):
                 inside = tensors_in(value, seen)
-                yield from (HeldTensor(t, path, name, rest, kind) for rest, t in inside if not isinstance(t, nn.Parameter))
+                yield from (HeldTensor(t, path, name, rest, owner) for rest, t in inside if not isinstance(t, nn.Parameter))
 
 
 def held_in(value: Any, name: str) -> list[HeldTensor]:
@@ -143,25 +143,25 @@ def held_in(value: Any, name: str) -> list[HeldTensor]:
 def reached_from(function: Any) -> dict[str, tuple[Any, types.CodeType | None]]:
     """Values that a function reaches by closure, default, partial or `self`, and those globals it names: by name, each with the
     code that names it (None where it is an argument)."""
-    found: dict[str, tuple[Any, types.CodeType | None]] = {}
+    values: dict[str, tuple[Any, types.CodeType | None]] = {}
     while isinstance(function, functools.partial):
-        found.update({name: (value, None) for name, value in function.keywords.items()})
-        found.update({f"argument {i}": (value, None) for i, value in enumerate(function.args)})
+        values.update({name: (value, None) for name, value in function.keywords.items()})
+        values.update({f"argument {i}": (value, None) for i, value in enumerate(function.args)})
         function = function.func
     if isinstance(function, nn.Module):
-        return {**found, "module": (function, None)}
+        return {**values, "module": (function, None)}
     if getattr(function, "__self__", None) is not None:
-        found["self"] = (function.__self__, None)
+        values["self"] = (function.__self__, None)
     function = getattr(function, "__func__", function)
     try:
         around = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # of C, or a variable is not filled yet
-        return found
+        return values
     for name, value in {**around.nonlocals, **around.globals}.items():
         if value is not None and not isinstance(value, (type, types.ModuleType)):
-            found[name] = (value, function.__code__)
-    found.update({f"default {i}": (value, None) for i, value in enumerate(function.__defaults__ or ())})
-    return found
+            values[name] = (value, function.__code__)
+    values.update({f"default {i}": (value, None) for i, value in enumerate(function.__defaults__ or ())})
+    return values
 
 
 def reach(variable: HeldTensor, value: Any, seen: set[int], depth: int = 6) -> Iterator[HeldTensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint as library
 from torch import Tensor, nn
 
-from omni.diagnostics.findings import Finding, Place, place_of, shortlist, user_frame
+from omni.diagnostics.findings import Finding, Line, line_of, shortlist, user_frame
 from omni.diagnostics.held import HeldTensor, held_by, modules_of, shape_of, storage_of, version_of
 from omni.diagnostics.trace import Saved, Trace, digest, replaced, same, variable
 
@@ -37,7 +37,7 @@ class Operation(NamedTuple):
 
     name: str
     digest: tuple[float, ...]
-    place: Place | None
+    line: Line | None
     sources: list[tuple[int, tuple[float, ...]]]
 
 
@@ -52,9 +52,9 @@ class Region:
 
     def __init__(self, trace: Trace, model: nn.Module | None, inputs: Iterable[Any]) -> None:
         self.trace, self.model = trace, model
-        self.place = place_of(user_frame())
-        self.others = () if self.place is None else (self.place,)
-        self.saved = [Saved(t, version_of(t), trace.clock, self.place) for t in inputs if isinstance(t, Tensor)]
+        self.line = line_of(user_frame())
+        self.others = () if self.line is None else (self.line,)
+        self.saved = [Saved(t, version_of(t), trace.clock, self.line) for t in inputs if isinstance(t, Tensor)]
         self.operations: list[Operation] = []
         self.at: int | None = None
         self.start = trace.clock
@@ -77,7 +77,7 @@ class Region:
         if is_skipped or self.difference is not None or not any(t.requires_grad for t in inputs):
             return
         sources = [t for t in inputs if not t.requires_grad or not self._is_own(t)]
-        operation = Operation(name, digest(out), place_of(frame), [(storage_of(t), digest(t)) for t in sources])
+        operation = Operation(name, digest(out), line_of(frame), [(storage_of(t), digest(t)) for t in sources])
         if self.at is None:
             self.operations.append(operation)
             return
@@ -100,12 +100,12 @@ class Region:
         for tensor, (storage, content), (_, now) in zip(sources, left[0].sources, new.sources, strict=False):
             if not same(content, now):
                 return self._of_tensor(tensor, storage, new, frame)
-        what = "a checkpointed part gives another result when backward repeats it, through none of its tensors"
-        return Finding("recompute", what, STATE, place=new.place, others=self.others)
+        text = "a checkpointed part gives another result when backward repeats it, through none of its tensors"
+        return Finding("recompute", text, STATE, line=new.line, others=self.others)
 
     def _of_operation(self, operation: Operation, words: str) -> Finding:
-        what = f"a checkpointed part is repeated differently: its {operation.name.removeprefix('aten.')} {words}"
-        return Finding("recompute", what, CODE, place=operation.place, others=self.others)
+        text = f"a checkpointed part is repeated differently: its {operation.name.removeprefix('aten.')} {words}"
+        return Finding("recompute", text, CODE, line=operation.line, others=self.others)
 
     def _of_tensor(self, tensor: Tensor, before: int, operation: Operation, frame: FrameType | None) -> Finding:
         """The finding about a tensor with other values than in forward; `before`: its storage then."""
@@ -113,15 +113,15 @@ class Region:
         write = self.trace.last_write(tensor)
         name = variable(frame, tensor) or (write.name if write is not None else "")
         source = held.get(storage_of(tensor)) or HeldTensor(tensor, "", name or "a tensor")
-        what = f"a checkpointed part is repeated with another state than in forward: {source.path}"
+        text = f"a checkpointed part is repeated with another state than in forward: {source.path}"
         is_weight = isinstance(source.tensor, nn.Parameter)
-        place = write.place if write is not None else next(iter(source.written()), None)
+        line = write.line if write is not None else next(iter(source.written()), None)
         remedy = WEIGHT if is_weight else GIVEN if source.owner is None else STATE
         if is_weight and before in held and before != storage_of(tensor):
-            what = f"a checkpointed part used {held[before].path} in forward and uses {source.path} when it is repeated"
-            place, remedy = self.place, BOUND
-        others = tuple(other for other in dict.fromkeys((operation.place, self.place)) if other is not None and other != place)
-        return Finding("recompute", what, remedy, source.describe(), source.module, place, others)
+            text = f"a checkpointed part used {held[before].path} in forward and uses {source.path} when it is repeated"
+            line, remedy = self.line, BOUND
+        others = tuple(other for other in dict.fromkeys((operation.line, self.line)) if other is not None and other != line)
+        return Finding("recompute", text, remedy, source.describe(), source.module, line, others)
 
     def findings(self) -> list[Finding]:
         is_reported = any(saved.now is not None for saved in self.saved)
@@ -177,5 +177,5 @@ def _without_gradient(function: Any, args: tuple[Any, ...], names: dict[int, str
         return []
     lost = [names.get(i, "parameter") for i in inside]
     shapes = ", ".join(shape_of(a) for a in args if isinstance(a, Tensor))
-    what = f"reentrant checkpoint: no input ({shapes}) requires a gradient, so {len(lost) or 'all'} parameters inside get none"
-    return [Finding("reentrant", what, REENTRANT, tensor=shortlist(lost), place=place_of(user_frame()))]
+    text = f"reentrant checkpoint: no input ({shapes}) requires a gradient, so {len(lost) or 'all'} parameters inside get none"
+    return [Finding("reentrant", text, REENTRANT, tensor=shortlist(lost), line=line_of(user_frame()))]

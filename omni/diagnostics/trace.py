@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from omni.diagnostics.findings import OWN, TORCH, Place, place_of, user_frame
+from omni.diagnostics.findings import OWN, TORCH, Line, line_of, user_frame
 from omni.diagnostics.held import storage_of, version_of
 from omni.utils import private
 
@@ -75,7 +75,7 @@ class Write(NamedTuple):
     """One write to a storage, its creation included. `name`: the variable in the user's function, if there is one."""
 
     clock: int
-    place: Place | None
+    line: Line | None
     op: str
     name: str
 
@@ -87,7 +87,7 @@ class Saved:
     tensor: Tensor
     version: int
     clock: int
-    place: Place | None
+    line: Line | None
     now: int | None = None
     writes: list[Write] = field(default_factory=list)
 
@@ -111,10 +111,10 @@ class Trace(private.TorchDispatchMode):
     clock: int = 0
     writes: dict[int, list[Write]] = field(default_factory=dict)
     changed: list[Saved] = field(default_factory=list)
-    uses: dict[tuple[str, bool], Place | None] = field(default_factory=dict)
-    cuts: list[tuple[Place, str, Tensor]] = field(default_factory=list)
-    backwards: list[tuple[Place | None, set[Node]]] = field(default_factory=list)
-    old_uses: dict[Node, Place | None] = field(default_factory=dict)
+    uses: dict[tuple[str, bool], Line | None] = field(default_factory=dict)
+    cuts: list[tuple[Line, str, Tensor]] = field(default_factory=list)
+    backwards: list[tuple[Line | None, set[Node]]] = field(default_factory=list)
+    old_uses: dict[Node, Line | None] = field(default_factory=dict)
     listener: Callable[[str, list[Tensor], Any, FrameType | None], None] | None = None
     busy: bool = False
     supports_higher_order_operators = True
@@ -134,7 +134,7 @@ class Trace(private.TorchDispatchMode):
     def pack(self, tensor: Tensor) -> Saved:
         """Stores a tensor that autograd saves for backward."""
         with replaced(self, "busy", True):
-            return Saved(tensor.detach(), version_of(tensor), self.clock, place_of(user_frame()))
+            return Saved(tensor.detach(), version_of(tensor), self.clock, line_of(user_frame()))
 
     def unpack(self, saved: Saved) -> Tensor:
         """Gives a saved tensor, and records it if it has changed since it was saved."""
@@ -152,7 +152,7 @@ class Trace(private.TorchDispatchMode):
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             roots = tuple(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else (tensors,)
-            self.backwards.append((place_of(user_frame()), nodes_of(roots)))
+            self.backwards.append((line_of(user_frame()), nodes_of(roots)))
             original(roots, *args, **kwargs)
 
         with (
@@ -191,7 +191,7 @@ class Trace(private.TorchDispatchMode):
         inputs = list(_tensors([*args, *kwargs.values()]))
         with private.DisableTorchFunctionSubclass():  # reading an attribute of a subclass may come here again
             if not private.in_backward():
-                self._look(inputs, op, place_of(frame))
+                self._look(inputs, op, line_of(frame))
         out = func(*args, **kwargs)
         with private.DisableTorchFunctionSubclass():
             writes, is_view = _effects(func)
@@ -204,25 +204,25 @@ class Trace(private.TorchDispatchMode):
 
     def _note(self, op: str, frame: FrameType | None, inputs: list[Tensor], written: Iterable[Tensor], out: Any) -> None:
         """Records the tensors that an operation has written and created."""
-        place = place_of(frame)
+        line = line_of(frame)
         for t in written:
-            self.writes.setdefault(storage_of(t), []).append(Write(self.clock, place, op, variable(frame, t)))
+            self.writes.setdefault(storage_of(t), []).append(Write(self.clock, line, op, variable(frame, t)))
         for storage in {storage_of(t) for t in _tensors([out])} - {storage_of(t) for t in inputs}:
-            self.writes[storage] = [Write(self.clock, place, op, "")]
+            self.writes[storage] = [Write(self.clock, line, op, "")]
 
-    def _look(self, inputs: list[Tensor], op: str, place: Place | None) -> None:
+    def _look(self, inputs: list[Tensor], op: str, line: Line | None) -> None:
         """Records uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
         recording = torch.is_grad_enabled()
         for t in inputs:
             if not t.requires_grad or t.is_nested:  # reading a jagged tensor's graph here does not return
                 continue
             if id(t) in self.names:
-                self.uses.setdefault((self.names[id(t)], recording), place)
-            if place is not None and (op == "aten.detach" or not recording) and _is_direct():
-                if sum(cut[0] == place for cut in self.cuts) < 8:
-                    self.cuts.append((place, op if recording else "no_grad", t))
+                self.uses.setdefault((self.names[id(t)], recording), line)
+            if line is not None and (op == "aten.detach" or not recording) and _is_direct():
+                if sum(cut[0] == line for cut in self.cuts) < 8:
+                    self.cuts.append((line, op if recording else "no_grad", t))
             elif recording and op not in _HARMLESS and t.grad_fn is not None and is_older(t.grad_fn, self.first):
-                self.old_uses.setdefault(t.grad_fn, place)
+                self.old_uses.setdefault(t.grad_fn, line)
 
 
 def _is_dense(tensor: Tensor) -> bool:

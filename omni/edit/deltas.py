@@ -49,22 +49,22 @@ def is_linear(module: nn.Module) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether the weight is [I, O] (`transformers.pytorch_utils.Conv1D`)."""
-    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
 def find_linears(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
     """Modules by name. UserError: a name is no linear of the model (with the closest names), or two names are one module."""
     known = {name: part for name, part in model.named_modules(remove_duplicate=False) if is_linear(part)}
-    found: dict[str, nn.Module] = {}
+    linears: dict[str, nn.Module] = {}
     for name in names:
         if name not in known:
             close = ", ".join(get_close_matches(name, known, n=3, cutoff=0.3)) or "none"
             raise UserError(f"{name} is no linear of this model; the closest names are {close}")
-        for other, part in found.items():
+        for other, part in linears.items():
             if part is known[name]:
                 raise UserError(f"edit of {name}: it is the same linear as {other}; name it once")
-        found[name] = known[name]
-    return found
+        linears[name] = known[name]
+    return linears
 
 
 def mlp_linears(model: nn.Module, blocks: int = 3) -> list[str]:
@@ -126,8 +126,8 @@ def checksum(module: nn.Module) -> int:
 
 def whole(tensor: Tensor) -> Tensor:
     """Gathers a sharded tensor; returns any other unchanged."""
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # half a second to import
-    return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor
+    sharded_type: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)  # half a second to import
+    return tensor.full_tensor() if sharded_type is not None and isinstance(tensor, sharded_type) else tensor
 
 
 @dataclass(frozen=True)
@@ -222,15 +222,15 @@ class Edits:
 
     def check(self, model: nn.Module) -> dict[str, nn.Module]:
         """The linears the edits belong to. UserError: there is none of a name, or it has another shape."""
-        found = find_linears(model, self.deltas)
+        linears = find_linears(model, self.deltas)
         for name, delta in self.deltas.items():
-            wanted = shape_of(found[name])
+            wanted = shape_of(linears[name])
             if delta.shape != wanted:
                 raise UserError(
                     f"edit of {name}: it goes from {delta.shape[0]} to {delta.shape[1]} features, the model's linear from "
                     f"{wanted[0]} to {wanted[1]}; it belongs to another model"
                 )
-        return found
+        return linears
 
     def check_finite(self) -> None:
         """Refuse values that are not finite: they would spoil every answer, and the rows of others. UserError: there are
@@ -243,10 +243,10 @@ class Edits:
     def check_base(self, model: nn.Module) -> None:
         """Refuse a model whose linears are not those the edits were made for; the same in int8 are. UserError: another
         checksum, name or shape; or the edits have no checksums (see `signed`)."""
-        found = self.check(model)
+        linears = self.check(model)
         if self.base is None:
             raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
-        for name, part in found.items():
+        for name, part in linears.items():
             if signature(name, part) != self.base[name]:
                 if plain_checksum(part) == self.base[name]:
                     if isinstance(part, Int8Linear):  # within half a step of the weight that they were made for
@@ -270,13 +270,13 @@ def stack(edits: Sequence[Edits]) -> Edits:
     """Joins several edits to one. UserError: two of them were made for different weights of one linear."""
     parts: dict[str, list[Delta]] = {}
     base: dict[str, int] = {}
-    for one in edits:
-        for name, delta in one.deltas.items():
+    for edit in edits:
+        for name, delta in edit.deltas.items():
             parts.setdefault(name, []).append(delta)
-        for name, crc in (one.base or {}).items():
+        for name, crc in (edit.base or {}).items():
             if base.setdefault(name, crc) != crc:
                 raise UserError(f"edits of {name} were made for different weights; stack edits of one base only")
-    signed = bool(edits) and all(one.base is not None for one in edits)
+    signed = bool(edits) and all(edit.base is not None for edit in edits)
     return Edits({name: _sum(deltas) for name, deltas in parts.items()}, base if signed else None)
 
 
@@ -425,8 +425,8 @@ def attach_edits(model: nn.Module, edits: Edits) -> str:
         own = next(parts[target].parameters(recurse=False))
         dtype = own.dtype if own.is_floating_point() else None
         device = None if own.is_meta else own.device  # offloaded weights have no device before they run
-        one = Edits({target: delta}).to(device, dtype)  # converted now, not at every step
-        pairs[target] = AttachedDelta(one.deltas[target])
+        converted = Edits({target: delta}).to(device, dtype)  # converted now, not at every step
+        pairs[target] = AttachedDelta(converted.deltas[target])
     lora.attach_pairs(model, pairs, name)
     return name
 
@@ -435,7 +435,7 @@ class Bases:
     """Checks that edits were made for a model's weights, and caches the results: a checksum reads all of the weights."""
 
     def __init__(self) -> None:
-        self._found: weakref.WeakValueDictionary[tuple[Any, ...], Edits] = weakref.WeakValueDictionary()
+        self._checked: weakref.WeakValueDictionary[tuple[Any, ...], Edits] = weakref.WeakValueDictionary()
 
     def check(self, model: nn.Module, edits: Edits | None) -> None:
         """Refuse edits of other weights (UserError); weights are read again only after they were written."""
@@ -444,11 +444,11 @@ class Bases:
         modules = dict(model.named_modules())
         weights = [getattr(modules.get(name), "weight", None) for name in edits.deltas]
         now = (id(edits), *((id(weight), getattr(weight, "_version", 0)) for weight in weights))
-        if edits.base is None or self._found.get(now) is edits:
+        if edits.base is None or self._checked.get(now) is edits:
             return
         with lora.CHANGING:
             edits.check_base(model)
-        self._found[now] = edits
+        self._checked[now] = edits
 
 
 @contextmanager

@@ -30,9 +30,9 @@ def finetune(
     without graph, signed for the model; no weight and no parameter's `grad` is touched. UserError: a name is no linear of
     the model, or the loss depends on none of them."""
     config = config or FinetuneConfig()
-    found = find_linears(model, mlp_linears(model) if linears is None else linears)
+    parts = find_linears(model, mlp_linears(model) if linears is None else linears)
     random = torch.Generator().manual_seed(config.seed)
-    edits = Edits({name: _nothing(part, config.rank, random) for name, part in found.items()})
+    edits = Edits({name: _nothing(part, config.rank, random) for name, part in parts.items()})
     learning = [tensor for delta in edits.deltas.values() for tensor in (delta.a, delta.b) if tensor is not None]
     optimizer = torch.optim.Adam(learning, lr=config.lr)
     reached = False
@@ -53,7 +53,7 @@ def finetune(
         else:
             project_products(list(edits.deltas.values()), config.bound)
     if not reached:
-        raise UserError(f"the loss does not depend on what {', '.join(found)} put out; choose other linears or tasks")
+        raise UserError(f"the loss does not depend on what {', '.join(parts)} put out; choose other linears or tasks")
     return edits.map(lambda change: change.detach().clone()).signed(model)
 
 

@@ -60,7 +60,7 @@ def read_editor(
         linears: their names of the edited weights (`inner_params`), in their order, where no settings are given.
         rename: converts their parameters' names to ours.
     """
-    found = _settings(settings)
+    options = _settings(settings)
     state = _state(path)
     lrs = state.pop("edit_lrs", None)
     groups: dict[str, dict[str, Tensor]] = {}
@@ -72,7 +72,7 @@ def read_editor(
     if lrs is None or not groups:
         raise UserError(f"{path} lacks MEND's edit_lrs or networks; is it the archive of another method?")
     shared = next(iter(groups)).startswith("(")
-    theirs = linears or found.get("inner_params") or (None if shared else [key.replace("#", ".") for key in groups])
+    theirs = linears or options.get("inner_params") or (None if shared else [key.replace("#", ".") for key in groups])
     if not theirs:
         raise UserError(
             f"{path} does not name the linears it edits; give its config.json or YAML, or `inner_params` themselves"
@@ -90,11 +90,11 @@ def read_editor(
                 f"{path} edits linears of shape {key}, the named ones are {', '.join(wanted)}; is it another model's?"
             )
     config = MendConfig(
-        transform=_transform(groups, found, path),
+        transform=_transform(groups, options, path),
         shared=shared,
-        edit_lr=float(found.get("edit_lr", MendConfig.edit_lr)),
-        c_edit=float(found.get("cedit", MendConfig.c_edit)),
-        c_loc=float(found.get("cloc", MendConfig.c_loc)),
+        edit_lr=float(options.get("edit_lr", MendConfig.edit_lr)),
+        c_edit=float(options.get("cedit", MendConfig.c_edit)),
+        c_loc=float(options.get("cloc", MendConfig.c_loc)),
     )
     mend = Mend(shapes, config)
     ours: dict[str, Tensor] = {"edit_lr": lrs.float()}
@@ -102,7 +102,7 @@ def read_editor(
         group = groups.get(str(shape) if shared else their.removesuffix(".weight").replace(".", "#") + "#weight")
         if group is None:
             raise UserError(f"{path} has no network for {their} of shape {shape}; it has some for {', '.join(groups)}")
-        ours.update({f"transforms.{mend.places[name][0]}.0.{k}": v for k, v in _tensors(group, path).items()})
+        ours.update({f"transforms.{mend.networks[name][0]}.0.{k}": v for k, v in _tensors(group, path).items()})
     try:
         mend.load_state_dict(ours)
     except RuntimeError as error:
@@ -145,9 +145,9 @@ def _state(path: Path) -> dict[str, Tensor]:
 
 def _transform(groups: Mapping[str, Mapping[str, Tensor]], settings: Mapping[str, Any], path: Path) -> TransformConfig:
     """Shape of the networks, from their tensors, completed by the settings."""
-    kind = settings.get("mlp_class", "IDMLP")
-    if kind != "IDMLP":
-        raise UserError(f"{path}: mlp_class {kind!r} is not known here; only IDMLP is")
+    mlp_class = settings.get("mlp_class", "IDMLP")
+    if mlp_class != "IDMLP":
+        raise UserError(f"{path}: mlp_class {mlp_class!r} is not known here; only IDMLP is")
     sides = {frozenset(name.split(".")[0] for name in group if ".layers." in name) for group in groups.values()}
     layers = [int(name.split(".")[2]) for group in groups.values() for name in group if name.endswith(".bias")]
     ranks = [len(tensor) for group in groups.values() for name, tensor in group.items() if name.endswith(".v")]

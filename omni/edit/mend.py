@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from omni.config import from_dict
 from omni.edit.config import MendConfig, TransformConfig
 from omni.edit.deltas import Delta, Edits, edited, find_linears, mlp_linears, shape_of, signature, stack
-from omni.edit.storage import Place, read_tensors, write_tensors
+from omni.edit.storage import FolderPath, read_tensors, write_tensors
 from omni.errors import UserError
 
 LossOf = Callable[[nn.Module, Any], Tensor]
@@ -47,14 +47,14 @@ class Mend(nn.Module):
             raise UserError("MEND is given no linears to edit")
         self.config, self.shapes = config or MendConfig(), dict(shapes)
         self.base: dict[str, int] | None = None  # checksum of each linear it was trained for, where known (`tie`)
-        self.places: dict[str, tuple[str, int | None]] = {}  # network of each linear, and its mode there
+        self.networks: dict[str, tuple[str, int | None]] = {}  # network of each linear, and its mode there
         modes: dict[str, int] = {}
         for name, (inputs, outputs) in shapes.items():
             key = f"{inputs}x{outputs}" if self.config.shared else name.replace(".", "#")
-            self.places[name] = key, modes.get(key, 0) if self.config.shared else None
+            self.networks[name] = key, modes.get(key, 0) if self.config.shared else None
             modes[key] = modes.get(key, 0) + 1
         self.transforms = nn.ModuleDict()
-        for name, (key, _) in self.places.items():
+        for name, (key, _) in self.networks.items():
             if key not in self.transforms:
                 number = modes[key] if self.config.shared else None
                 self.transforms[key] = nn.ModuleList(
@@ -78,7 +78,7 @@ class Mend(nn.Module):
         """Turn the factors of a gradient into edits, through which gradients flow back into the hypernetwork."""
         deltas = {}
         for name, lr in zip(self.shapes, self.edit_lr, strict=True):
-            key, mode = self.places[name]
+            key, mode = self.networks[name]
             x, delta = factors[name]
             x, delta = x.to(lr.device), delta.to(lr.device)
             for stage in self.transforms[key].children():
@@ -143,7 +143,7 @@ def fit_step(
         raise ValueError("several corrections are judged on `rephrased`, which asks all of them; it is None")
     with torch.no_grad():
         before = logits_of(model, locality)
-    edits = stack([mend(gradient_factors(model, mend.shapes, one, loss_of)) for one in (edit, *beside)])
+    edits = stack([mend(gradient_factors(model, mend.shapes, correction, loss_of)) for correction in (edit, *beside)])
     trained = [p for p in mend.parameters() if p.requires_grad]
     with torch.enable_grad(), edited(model, edits):
         edit_loss = loss_of(model, edit if rephrased is None else rephrased)
@@ -153,12 +153,12 @@ def fit_step(
     return FitLosses(total.detach(), edit_loss.detach(), locality_loss.detach())
 
 
-def save_mend(folder: Place, mend: Mend) -> None:
+def save_mend(folder: FolderPath, mend: Mend) -> None:
     """Write a hypernetwork with its statistics; UserError where the place cannot be written."""
     write_tensors(folder, "mend", mend.state_dict(), {"config": asdict(mend.config), "linears": mend.shapes, "base": mend.base})
 
 
-def load_mend(folder: Place) -> Mend:
+def load_mend(folder: FolderPath) -> Mend:
     """Read a hypernetwork; UserError where the folder is broken."""
     state, facts = read_tensors(folder, "mend")
     config = from_dict(MendConfig, facts.get("config", {}), f"{folder}/mend.json: config")
@@ -198,11 +198,11 @@ def gradient_factors(
     The base may be frozen, sharded or quantised, and its blocks recomputed. A linear that is called several times gives the
     tokens of all its calls. Sharded processes must be given the same batch. UserError: a name is no linear of the model, or
     the loss does not depend on its output."""
-    found = find_linears(model, linears)
+    parts = find_linears(model, linears)
     calls: list[tuple[str, Tensor, Tensor]] = []
     recording = True
     with ExitStack() as stop, torch.enable_grad():
-        for name, part in found.items():
+        for name, part in parts.items():
 
             def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, name: str = name) -> None:
                 if not out.requires_grad:  # a frozen base: the graph starts here, and again where it is recomputed
@@ -219,7 +219,7 @@ def gradient_factors(
             grads = torch.autograd.grad(loss, [out for _, _, out in calls], allow_unused=True)
     pairs = [(name, x, grad) for (name, x, _), grad in zip(calls, grads, strict=bool(grads)) if grad is not None]
     factors = {}
-    for name in found:
+    for name in parts:
         mine = [(x.reshape(-1, x.shape[-1]), grad.detach().reshape(-1, grad.shape[-1])) for at, x, grad in pairs if at == name]
         if not mine:
             raise UserError(

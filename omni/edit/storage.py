@@ -1,6 +1,6 @@
 """Saves edits, and merges them into the weights.
 
-A folder is `<kind>.json` and `<kind>.safetensors`, nothing in which can run code; it is written beside its name and renamed
+A folder is `<stem>.json` and `<stem>.safetensors`, nothing in which can run code; it is written beside its name and renamed
 when it is whole, and the JSON holds size and CRC-32 of the tensors' file.
 
 Merged edits are reverted bit for bit, because the originals are kept. A quantised linear is replaced by a plain one with its
@@ -34,43 +34,43 @@ from omni.utils.remote import refuse_remote
 
 FORMAT_VERSION = 1
 
-Place = str | os.PathLike[str]
+FolderPath = str | os.PathLike[str]
 
 
-def write_tensors(folder: Place, kind: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+def write_tensors(folder: FolderPath, stem: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write a folder, or replace one. UserError: the disk is full, or the place cannot be written; nothing half-written is
     left."""
     data = save({name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()})
-    with replacing_folder(Path(folder), len(data)) as place:
-        written = write_file(place / f"{kind}.safetensors", data)
-        head = {"format": FORMAT_VERSION, "kind": kind, "tensors": {"bytes": written.bytes, "crc32": written.crc32}}
-        write_file(place / f"{kind}.json", (json.dumps({**head, **facts}, indent=2) + "\n").encode())
+    with replacing_folder(Path(folder), len(data)) as staging:
+        written = write_file(staging / f"{stem}.safetensors", data)
+        head = {"format": FORMAT_VERSION, "kind": stem, "tensors": {"bytes": written.bytes, "crc32": written.crc32}}
+        write_file(staging / f"{stem}.json", (json.dumps({**head, **facts}, indent=2) + "\n").encode())
 
 
-def read_tensors(folder: Place, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(folder: FolderPath, stem: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a folder written by `write_tensors`. UserError: no such folder, another kind or version, or a file that was cut
     or altered."""
-    place = Path(folder)
-    if not (place / f"{kind}.json").is_file():
-        refuse_remote(place, f"folder of {kind}")
-        if not place.exists():
-            raise UserError(f"{place} does not exist; give the folder of {kind}")
-        there = ", ".join(sorted(path.name for path in place.glob("*.json"))) if place.is_dir() else ""
-        raise UserError(f"{place} has no {kind}.json{f' (it has {there})' if there else ''}; give the folder of {kind}")
-    facts = read_json(place / f"{kind}.json")
-    if facts.get("format") != FORMAT_VERSION or facts.get("kind") != kind:
-        raise UserError(f"{place}: format {facts.get('format')!r} is unknown; this version reads format {FORMAT_VERSION}")
-    file = place / f"{kind}.safetensors"
+    root = Path(folder)
+    if not (root / f"{stem}.json").is_file():
+        refuse_remote(root, f"folder of {stem}")
+        if not root.exists():
+            raise UserError(f"{root} does not exist; give the folder of {stem}")
+        others = ", ".join(sorted(path.name for path in root.glob("*.json"))) if root.is_dir() else ""
+        raise UserError(f"{root} has no {stem}.json{f' (it has {others})' if others else ''}; give the folder of {stem}")
+    facts = read_json(root / f"{stem}.json")
+    if facts.get("format") != FORMAT_VERSION or facts.get("kind") != stem:
+        raise UserError(f"{root}: format {facts.get('format')!r} is unknown; this version reads format {FORMAT_VERSION}")
+    file = root / f"{stem}.safetensors"
     try:
         data = file.read_bytes()
         if {"bytes": len(data), "crc32": zlib.crc32(data)} != facts.get("tensors"):
-            raise UserError(f"{file} does not match its size and checksum in {kind}.json; fetch or make the folder again")
+            raise UserError(f"{file} does not match its size and checksum in {stem}.json; fetch or make the folder again")
         return load(data), facts
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file} cannot be read ({error}); fetch or make the folder again") from error
 
 
-def save_edits(folder: Place, edits: Edits, extra: Mapping[str, Any] | None = None) -> None:
+def save_edits(folder: FolderPath, edits: Edits, extra: Mapping[str, Any] | None = None) -> None:
     """Write edits with the checksums and shapes of their base. UserError: the edits are not signed or not finite, or the
     place cannot be written. `extra`: plain data to store with them."""
     if edits.base is None:
@@ -89,7 +89,7 @@ def save_edits(folder: Place, edits: Edits, extra: Mapping[str, Any] | None = No
     write_tensors(folder, "edits", tensors, {"linears": linears, "extra": dict(extra or {})})
 
 
-def load_edits(folder: Place, model: nn.Module | None = None) -> Edits:
+def load_edits(folder: FolderPath, model: nn.Module | None = None) -> Edits:
     """Read edits. UserError: the folder is broken, or holds edits of another model. `model`: refuse edits that were made for
     other weights than its own."""
     tensors, facts = read_tensors(folder, "edits")
@@ -130,16 +130,16 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
     linear has adapters, which the plain one could not take over."""
     edits.check_finite()
     edits.check_base(model)
-    found = find_linears(model, edits.deltas)
-    for name, part in found.items():
+    linears = find_linears(model, edits.deltas)
+    for name, part in linears.items():
         if is_quantized(part) and next(part.children(), None) is not None:
             raise UserError(f"{name} is quantised and has adapters; remove them, merge the edits, and add them again")
     originals: dict[str, Tensor | nn.Module] = {}
-    for name, part in found.items():
+    for name, part in linears.items():
         change = edits.deltas[name].weight()
         if is_quantized(part):
             originals[name] = part
-            _replace(model, name, _plain(part, change))
+            model.set_submodule(name, _plain(part, change))
         else:
             weight: Any = part.weight
             originals[name] = weight.detach().clone()
@@ -151,8 +151,8 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
 def revert(model: nn.Module, merged: Merged) -> None:
     """Restore the weights from before `merge`, bit for bit. UserError: the model's weights are not those after the merge;
     nothing is changed then."""
-    found = find_linears(model, merged.originals)
-    for name, part in found.items():
+    linears = find_linears(model, merged.originals)
+    for name, part in linears.items():
         if checksum(part) != merged.after[name]:
             raise UserError(
                 f"{name}: the model does not hold the weights that the merge left there; the edits were never merged into it, "
@@ -160,13 +160,13 @@ def revert(model: nn.Module, merged: Merged) -> None:
             )
     for name, original in merged.originals.items():
         if isinstance(original, nn.Module):
-            _replace(model, name, original)
+            model.set_submodule(name, original)
         else:
-            weight: Any = found[name].weight
+            weight: Any = linears[name].weight
             weight.copy_(_placed(original, weight))
 
 
-def save_merged(folder: Place, merged: Merged) -> None:
+def save_merged(folder: FolderPath, merged: Merged) -> None:
     """Write the data that `revert` needs. UserError: a linear was quantised: its own checkpoint is the original; or the
     place cannot be written."""
     for name, original in merged.originals.items():
@@ -176,7 +176,7 @@ def save_merged(folder: Place, merged: Merged) -> None:
     write_tensors(folder, "originals", tensors, {"after": dict(merged.after)})
 
 
-def load_merged(folder: Place) -> Merged:
+def load_merged(folder: FolderPath) -> Merged:
     """Read a folder written by `save_merged`; UserError where it is broken."""
     tensors, facts = read_tensors(folder, "originals")
     after = facts.get("after")
@@ -209,8 +209,3 @@ def _plain(part: nn.Module, change: Tensor) -> nn.Linear:
     if isinstance(bias, Tensor):
         new.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return new.train(part.training)
-
-
-def _replace(model: nn.Module, name: str, part: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, part)

@@ -52,9 +52,9 @@ class Encoder(nn.Module):
             )
         with named(f"encoder {self.config.kind!r}"):
             out: Tensor = self(features, lengths, frames)
-        wanted, found = [sum(frames), self.config.width], list(getattr(out, "shape", [type(out).__name__]))
-        if found != wanted:
-            raise UserError(f"encoder {self.config.kind!r} made frames {found}; its configuration counts {wanted}")
+        wanted, shape = [sum(frames), self.config.width], list(getattr(out, "shape", [type(out).__name__]))
+        if shape != wanted:
+            raise UserError(f"encoder {self.config.kind!r} made frames {shape}; its configuration counts {wanted}")
         return out
 
     def hear_whole(self, features: Tensor, lengths: Sequence[int], frames: Sequence[int], padded: bool = False) -> Tensor:
@@ -68,9 +68,9 @@ class Encoder(nn.Module):
         """Frames [sum T, D] of whole sounds [S], all clips in one batch, and the number T of each sound's. UserError: a
         sound is empty, or longer than the encoder takes."""
         every = [sound if isinstance(sound, PreparedSound) else self.config.prepare(sound) for sound in sounds]
-        batch, lengths = collate([features for one in every for features in one.features])
-        frames = [count for one in every for count in one.clip_frames]
-        return self.run(batch.to(next(self.parameters()).device), lengths, frames), [one.frames for one in every]
+        batch, lengths = collate([features for ready in every for features in ready.features])
+        frames = [count for ready in every for count in ready.clip_frames]
+        return self.run(batch.to(next(self.parameters()).device), lengths, frames), [ready.frames for ready in every]
 
     def stream(self) -> EncoderStream:
         """An encoding of a sound that is still coming."""
@@ -89,11 +89,11 @@ class EncoderStream:
 
     def copy(self) -> EncoderStream:
         """Another stream, which goes on from here by itself."""
-        found = copy(self)
+        copied = copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list):
-                setattr(found, name, [*value])
-        return found
+                setattr(copied, name, [*value])
+        return copied
 
     def push(self, audio: Tensor) -> Tensor:
         """Takes the next samples [S]; returns the frames [T, D] that they complete (here none)."""

@@ -153,7 +153,7 @@ class EncoderConfig(ABC):
         return PreparedSound(features, [self.clip_frames(len(clip)) for clip in clips], self.frames(len(audio)))
 
     def with_chunk(self, milliseconds: int) -> EncoderConfig:
-        """The same with chunks of another length; UserError for an encoder that hears whole clips only."""
+        """A copy with chunks of another length; UserError for an encoder that hears whole clips only."""
         raise UserError(
             f"chunk_ms is {milliseconds}, but this encoder ({self.kind}) hears whole clips only: leave it out, or train one "
             "with encoder.mode=chunked"
@@ -172,8 +172,8 @@ class EncoderConfig(ABC):
         return {}
 
 
-def _fits(kind: Any) -> bool:
-    return is_dataclass(kind) and isinstance(kind, type) and issubclass(kind, EncoderConfig) and not isabstract(kind)
+def _fits(cls: Any) -> bool:
+    return is_dataclass(cls) and isinstance(cls, type) and issubclass(cls, EncoderConfig) and not isabstract(cls)
 
 
 ENCODERS: Registry[type[EncoderConfig]] = Registry(

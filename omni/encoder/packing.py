@@ -46,7 +46,7 @@ class AttentionGroup:
     clips: int
     longest: int
     """Frames of its longest clip: the group is `[clips, longest]` when set side by side."""
-    place: Tensor | None
+    index: Tensor | None
     """`[rows]`: index of each frame in `clips * longest`. None: all clips are equally long, nothing
     moves."""
     mask: Tensor | None
@@ -66,10 +66,10 @@ class Chunks(NamedTuple):
 
     def heard(self, frames: int) -> Tensor:
         """`[frames, frames]` bool: which frames (columns) each frame hears."""
-        place = torch.arange(frames)
-        start = place // self.size * self.size
-        heard = place[None] < start[:, None] + self.size
-        return heard if self.history is None else heard & (place[None] >= start[:, None] - self.history)
+        index = torch.arange(frames)
+        start = index // self.size * self.size
+        heard = index[None] < start[:, None] + self.size
+        return heard if self.history is None else heard & (index[None] >= start[:, None] - self.history)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Packing:
     kept: Tensor
     """`[sum T]`: outputs of the second convolution that belong to a clip."""
     positions: Tensor
-    """`[sum T]`: place of each frame in its clip."""
+    """`[sum T]`: position of each frame in its clip."""
     groups: list[AttentionGroup]
     """Empty where `clips` is given."""
     clips: PackedRows | None
@@ -103,12 +103,14 @@ def pack(
     gap: int = 1,
     chunks: Chunks | None = None,
 ) -> Packing:
-    """Build the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), laid out
-    `mel_stride` frames apart.
+    """Builds the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), `mel_stride` apart.
 
-    frames: how many encoder frames of each clip to return, at most ceil(F / 2). ratio: see `AttentionGroup`
-    and the two constants above. bounds: attention is given the clips' bounds instead of groups. gap: least number of
-    empty slots behind each clip. chunks: which frames of its clip a frame hears; None for all."""
+    Args:
+        frames: number of encoder frames of each clip to return, at most ceil(F / 2).
+        ratio: of the longest to the shortest clip of an `AttentionGroup`.
+        bounds: give attention the clips' bounds instead of groups.
+        gap: least number of empty slots behind each clip.
+        chunks: which frames of its clip a frame hears; None for all."""
     order = sorted(range(len(mel_lengths)), key=lambda clip: mel_lengths[clip])
     lengths = torch.tensor([mel_lengths[clip] for clip in order], dtype=torch.long)
     slots = (lengths + gap + 1) // 2 * 2
@@ -145,17 +147,17 @@ def _groups(tokens: list[int], ratio: float, chunks: Chunks | None, device: torc
         while end < len(tokens) and tokens[end] <= tokens[start] * ratio:
             end += 1
         clips, longest = end - start, tokens[end - 1]
-        place = mask = None
+        index = mask = None
         if chunks is not None and (chunks.size < longest):
             mask = chunks.heard(longest)[None, None]
         if tokens[start] < longest:
             lengths = torch.tensor(tokens[start:end], dtype=torch.long)
-            place = to_device((torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device)
+            index = to_device((torch.arange(clips) * longest).repeat_interleave(lengths) + _ragged_arange(lengths), device)
             exist = (torch.arange(longest) < lengths[:, None])[:, None, None]
             # A row of no frame, which is dropped afterwards, hears something: else its gradient is not a number.
             mask = exist if mask is None else mask & exist | ~exist.transpose(2, 3)
         mask = None if mask is None else to_device(mask, device)
-        groups.append(AttentionGroup(sum(tokens[start:end]), clips, longest, place, mask))
+        groups.append(AttentionGroup(sum(tokens[start:end]), clips, longest, index, mask))
         start = end
     return groups
 

@@ -48,8 +48,8 @@ class WhisperEncoder(Encoder):
         frames = [config.clip_frames(len(clip)) for clip in clips]
         hidden = encoder(mels, lengths, frames)  # [sum(frames), D], clip after clip
 
-    checkpointing: what each block computes again in the backward pass, for less memory (`omni.model.recompute`).
-    kernels: what was measured on this CPU, of an encoder that serves.
+    checkpointing: the part of each block that is computed again in the backward pass (`omni.model.recompute`).
+    kernels: measurements of this CPU, for an encoder that serves.
     """
 
     kernels: Kernels | None = None
@@ -67,12 +67,13 @@ class WhisperEncoder(Encoder):
         return list(self.whisper.blocks)
 
     def forward(self, mels: Tensor, mel_lengths: Sequence[int] | Tensor, frames: Sequence[int] | Tensor) -> Tensor:
-        """Encode N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
+        """Encodes N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
 
-        mel_lengths: F of each clip; what lies behind it in `mels` is never read. frames: encoder frames
-        wanted of each clip, as `WhisperConfig.clip_frames` counts them. Both are read on the host: give lists or
-        CPU tensors, because device tensors would synchronise. The residual stream has the weights' precision: float32
-        under autocast.
+        The residual stream has the weights' precision: float32 under autocast.
+
+        Args:
+            mel_lengths: F of each clip; a list or a CPU tensor, since reading a device's would synchronise.
+            frames: encoder frames wanted of each clip, as `WhisperConfig.clip_frames` counts them; as `mel_lengths`.
 
         A batch of no clips (`[0, M, 0]`) gives `[0, D]`, and its backward pass a zero gradient for every
         parameter, so that a step without speech is a step like any other under DDP and FSDP.
@@ -138,7 +139,7 @@ class WhisperEncoder(Encoder):
         return WhisperStream(self) if self.config.chunk_samples is not None else super().stream()
 
     def compiled_shape(self) -> StepShape | None:
-        """What its blocks are called in measurements (`omni.cpu.kernels`); None where they cannot be compiled."""
+        """Key of its blocks in measurements (`omni.cpu.kernels`); None where they cannot be compiled."""
         return encoder_shape(self.whisper, self.config.heads)
 
     def _compiled(self) -> bool:
@@ -205,9 +206,9 @@ class WhisperStream(EncoderStream):
 
     def copy(self) -> WhisperStream:
         """Another stream, which goes on from here by itself."""
-        found = cast(WhisperStream, super().copy())
-        found.heard = [heard.copy() for heard in self.heard]
-        return found
+        copied = cast(WhisperStream, super().copy())
+        copied.heard = [heard.copy() for heard in self.heard]
+        return copied
 
     @torch.no_grad()
     def push(self, audio: Tensor) -> Tensor:
@@ -285,8 +286,8 @@ def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: fl
 
 def _smoother(bands: int, deviation: float) -> Tensor:
     """Weights [M, M] that smooth over the bands by a Gaussian; each row sums to 1, at the edges too."""
-    place = torch.arange(bands, dtype=torch.float32)
-    weights = torch.exp(-0.5 * ((place[:, None] - place) / deviation).square())
+    band = torch.arange(bands, dtype=torch.float32)
+    weights = torch.exp(-0.5 * ((band[:, None] - band) / deviation).square())
     return weights / weights.sum(1, keepdim=True)
 
 
@@ -339,14 +340,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packi
         q, k, v = (_side_by_side(x, group, heads) for x in qkv)
         out = attention(q, k, v, group.mask)
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
-        attended.append(out if group.place is None else out.index_select(0, group.place))
+        attended.append(out if group.index is None else out.index_select(0, group.index))
     return torch.cat(attended)
 
 
 def _side_by_side(x: Tensor, group: AttentionGroup, heads: int) -> Tensor:
     """Rows of a group `[rows, D]` as `[clips, H, longest, D / H]`, zeros behind the shorter clips."""
-    if group.place is not None:
-        x = x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.place, x)
+    if group.index is not None:
+        x = x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.index, x)
     return x.view(group.clips, group.longest, heads, -1).transpose(1, 2)
 
 
@@ -365,9 +366,9 @@ class StreamingKeyValues:
 
     def copy(self) -> StreamingKeyValues:
         """Another one, which copies what is held once more is heard."""
-        found = copy(self)
-        found.shared = True
-        return found
+        copied = copy(self)
+        copied.shared = True
+        return copied
 
     def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Takes those of a chunk `[1, H, T, D / H]`; returns those of the frames before that it hears, and its own."""
@@ -393,7 +394,7 @@ _KINDS = {Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MultiHeadAttention}
 
 
 def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
-    """What the encoder's blocks are called in measurements; None where they cannot be compiled."""
+    """Key of the encoder's blocks in measurements; None where they cannot be compiled."""
     blocks: Any = whisper.blocks
     if not len(blocks) or not all({type(part) for part in block.modules()} - {type(block)} <= _KINDS for block in blocks):
         return None
@@ -410,15 +411,15 @@ def can_be_read(whisper: nn.Module) -> bool:
 
 
 def compiled_encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-    """What `WhisperEncoder.forward` gives, [sum(frames), D], of features [N, M, F max] float32."""
+    """Computes `WhisperEncoder.forward`, compiled: features [N, M, F max] float32 to frames [sum(frames), D]."""
     starts = np.cumsum([0, *((length + 1) // 2 for length in lengths)])
     x = np.empty((starts[-1], whisper.conv1.out_channels), np.float32)
     stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]
     held = [[p if p.is_contiguous() else p.detach().contiguous() for p in _parameters(block)] for block in whisper.blocks]
     block = whisper.blocks[0]
-    places = np.array([[p.data_ptr() for p in own] for own in held])  # which stay until the call has ended
-    given = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
-    compiled.encoder(_array(mels), np.array(lengths), starts, *given, places, block.mlp[0].out_features, x)  # type: ignore[call-arg]
+    addresses = np.array([[p.data_ptr() for p in own] for own in held])  # which stay until the call has ended
+    arguments = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
+    compiled.encoder(_array(mels), np.array(lengths), starts, *arguments, addresses, block.mlp[0].out_features, x)  # type: ignore[call-arg]
     out: Tensor = whisper.ln_post(torch.from_numpy(x))
     sizes = np.diff(starts).tolist()
     if list(frames) == sizes:

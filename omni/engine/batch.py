@@ -134,7 +134,7 @@ class EngineBatch:
         new = self.slots.closer(slot, origin=self.model.device.type == "cuda")
         if new != slot:
             idle = self.slots.exchange(slot, new)
-            runner.cache.exchange_rows(slot, new, max(one.held.high for one in (seat, idle) if one is not None))
+            runner.cache.exchange_rows(slot, new, max(holder.held.high for holder in (seat, idle) if holder is not None))
         return new
 
     def empty(self, seat: Seat) -> bool:

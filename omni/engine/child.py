@@ -1,4 +1,4 @@
-"""The engine's own process: holds the model, and does what its clients' process asks.
+"""The engine's own process: holds the model, and serves its clients' process.
 
 main thread     waits for the end: the clients' process has gone, or a signal
 reader          takes messages; counts what was taken, lets answers go, and hands requests to a few threads
@@ -198,7 +198,7 @@ DRAIN = 30.0
 
 
 class SentTurn(TurnFrames):
-    """What the turn head says of a sound, for the other process."""
+    """Sends the turn head's probabilities of a sound to the other process."""
 
     def __init__(self, outbox: Outbox, sound: int) -> None:
         self._outbox, self._sound = outbox, sound
@@ -254,11 +254,11 @@ class Child:
     def _read(self) -> None:
         try:
             while True:
-                for kind, *rest in unpack(self._pipe.recv_bytes()):
-                    if kind in AT_ONCE:
-                        getattr(self, f"_{kind}")(*rest)
+                for name, *rest in unpack(self._pipe.recv_bytes()):
+                    if name in AT_ONCE:
+                        getattr(self, f"_{name}")(*rest)
                     else:
-                        self._pool.submit(self._do, kind, *rest)
+                        self._pool.submit(self._do, name, *rest)
         except (EOFError, OSError, RuntimeError):  # the last: the pool is shut down
             self._gone.set()
 
@@ -270,42 +270,42 @@ class Child:
     def _stop(self, answer: int, taken: int, reason: Reason, error: str | None) -> None:
         """End an answer whose listener waits for its end."""
         self._outbox.taken(answer, taken)
-        if (found := self._outbox.answers.get(answer)) is not None:
-            found.running.stop(reason, error)
+        if (sent := self._outbox.answers.get(answer)) is not None:
+            sent.running.stop(reason, error)
             self._outbox.again(answer)
 
     def _let_go(self, number: int, answer: int, taken: int) -> None:
         """Settle an answer that nobody listens to, without waiting."""
         self._outbox.taken(answer, taken)
-        found, session = self._outbox.answers.pop(answer, None), self._sessions.get(number)
-        if found is None:
+        sent, session = self._outbox.answers.pop(answer, None), self._sessions.get(number)
+        if sent is None:
             self._early.add(answer)
         elif session is not None:
-            session.let_go(found.running)
+            session.let_go(sent.running)
 
     def _hear(self, number: int, sound: int, samples: Any, peek: bool) -> None:
         """Take more of a question whose sound is still coming, or (`peek`) sound after that, which may not belong to it."""
-        session, found = self._sessions.get(number), self._sound(number, sound)
-        if session is not None and found is not None:
-            (session.peek if peek else session.hear)(found, torch.from_numpy(samples))
+        session, stream = self._sessions.get(number), self._sound(number, sound)
+        if session is not None and stream is not None:
+            (session.peek if peek else session.hear)(stream, torch.from_numpy(samples))
 
     def _drop_sound(self, number: int, sound: int) -> None:
-        session, found = self._sessions.get(number), self._sound(number, sound)
-        if session is not None and found is not None:
+        session, stream = self._sessions.get(number), self._sound(number, sound)
+        if session is not None and stream is not None:
             self._sounds.pop(number, None)
-            session.drop_sound(found)
+            session.drop_sound(stream)
 
     def _known(self, number: int, sound: int) -> KnownFeatures:
-        """What is known of a sound that a session listens to."""
+        """Features so far of a sound that a session listens to."""
         stream = self._sound(number, sound)
         if stream is None:
             raise UserError("this sound is listened to no more; ask the question that it became")
         return stream.so_far()
 
     def _sound(self, number: int, sound: int | None) -> FeatureStream | None:
-        """What a session listens to, where it has that number."""
-        known, found = self._sounds.get(number, (None, None))
-        return found if sound is not None and known == sound else None
+        """The sound that a session listens to, where it has that number; else None."""
+        known, stream = self._sounds.get(number, (None, None))
+        return stream if sound is not None and known == sound else None
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -325,9 +325,9 @@ class Child:
 
     def do_listen(self, number: int, sound: int, task: str, turn: bool) -> None:
         self._admit()
-        found = self._session(number).open_sound(find_task(task), SentTurn(self._outbox, sound) if turn else None)
-        assert found is not None
-        self._sounds[number] = sound, found
+        stream = self._session(number).open_sound(find_task(task), SentTurn(self._outbox, sound) if turn else None)
+        assert stream is not None
+        self._sounds[number] = sound, stream
 
     def do_ask(
         self,
@@ -385,20 +385,20 @@ class Child:
 
     def do_withdraw(self, number: int, answer: int, taken: int) -> Ended | None:
         """Go on as if a question had not been asked."""
-        found = self._closed(answer, taken)
+        closed = self._closed(answer, taken)
         session = self._sessions.get(number)
         if session is not None and self._last.get(number) == answer:
             running = session._last
             assert running is not None
             session.withdraw(running)
             del self._last[number]
-        return None if found is None else end_of(found)
+        return None if closed is None else end_of(closed)
 
     def _closed(self, answer: int, taken: int) -> Running | None:
         """An answer whose events are sent no more; None where it was closed before."""
         self._outbox.taken(answer, taken)
-        found = self._outbox.answers.pop(answer, None)
-        return None if found is None else found.running
+        sent = self._outbox.answers.pop(answer, None)
+        return None if sent is None else sent.running
 
     def do_delivered(self, number: int, answer: int) -> DeliveredPart:
         session = self._session(number)
@@ -422,12 +422,12 @@ class Child:
 
     def do_call(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> Any:
         """A method or a property of the `SpeechLM`, by its name; `engine.` before it for the engine's."""
-        place: Any = self._lm
+        target: Any = self._lm
         for part in name.split("."):
-            if part.startswith("_") or not hasattr(place, part):
-                raise UserError(f"{type(place).__name__} has nothing called {part!r} to call by {name!r}")
-            place = getattr(place, part)
-        return place(*args, **values) if inspect.ismethod(place) else place
+            if part.startswith("_") or not hasattr(target, part):
+                raise UserError(f"{type(target).__name__} has nothing called {part!r} to call by {name!r}")
+            target = getattr(target, part)
+        return target(*args, **values) if inspect.ismethod(target) else target
 
     def do_drain(self, seconds: float) -> None:
         self._drain(seconds)

@@ -122,7 +122,7 @@ def _least(a: N | None, b: N | None) -> N | None:
 
 
 AHEAD = 64
-"""Time steps that may be written before what an iterator reads next."""
+"""Time steps that may be written ahead of an iterator's reader."""
 
 UNREAD = 10.0
 """Seconds of sound that a live listener may leave unread before its answer ends, where the engine has no `patience`."""
@@ -131,7 +131,7 @@ Pace = Literal["read", "live", "whole"]
 """How a listener takes an answer: as it reads; as sound that plays from its first sample on; or whole, however large."""
 
 WhenFull = Literal["wait", "refuse"]
-"""What becomes of a live listener's question while another row would make sound late: it waits for its turn, or is refused."""
+"""Policy for a live listener's question while another row would make sound late: it waits for its turn, or is refused."""
 
 
 def check_pace(pace: Pace, when_full: WhenFull) -> tuple[Pace, WhenFull]:
@@ -154,7 +154,7 @@ class Running:
         active: adapters and edits of its question's encoder and prefill.
         release: called when its rows are free; its adapter may be removed from then on.
         cancelled, settled: whether it is to stop; whether it is in the history.
-        given: the engine has its question; over: `Ended` is among its events.
+        submitted: the engine has its question; over: `Ended` is among its events.
         written: number of time steps that were written; `read` those whose events were taken.
         resting: its row waits for a listener that is behind, since `rested`.
         wake, hungry: called when there is an event, and when a listener that was behind has read.
@@ -185,7 +185,7 @@ class Running:
     cancelled: bool = False
     ending: Reason = "cancelled"
     settled: bool = False
-    given: bool = False
+    submitted: bool = False
     over: bool = False
     written: int = 0
     processed: int = 0

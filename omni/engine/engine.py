@@ -7,7 +7,7 @@ what was written into text and sound while the next step runs. Questions are enc
     client: encode --> ask --> [waiting] --> slot --> prefill --> [rows: step, step, ...] --> events --> client
                                           between two steps              sound thread
 
-A row's answer does not depend on its company, so that each conversation is what it would be alone.
+A row's answer does not depend on the other rows: each conversation is what it would be alone.
 
     engine.py      what clients call                    batch.py           the rows and their slots
     client.py      an answer, as all threads share it   intake.py          questions on their way into the batch
@@ -57,7 +57,7 @@ class Engine:
         patience: seconds after which an answer that nobody reads ends; None for never, and for `UNREAD` seconds
             (`omni.engine.client`) where it is live, so that its events are not kept without end.
         graph, compile: as for `omni.generate.runner.Runner`.
-        codec: of its listeners' sound, for `measure` and what it kept.
+        codec: of its listeners' sound, for `measure` and its kept results.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def runner(self) -> Runner | None:
-        """What steps the rows, None before the first question."""
+        """The runner that steps the rows, None before the first question."""
         return self._batch.runner
 
     # --- conversations ------------------------------------------------------------------------------------------------
@@ -186,22 +186,18 @@ class Engine:
             waiting = [*self._intake.waiting, *self._requests.asked]
         return waiting.index(running) + 1 if running in waiting else 0
 
-    def leave(self, running: Running) -> None:
-        """End an answer at the next step's boundary; `running.left` is set then."""
-        self._requests.end(running)
-
     def stop(self, running: Running, wait: bool = True) -> None:
         """Cancel an answer, and wait (or do not) until its rows are free; `running.left` is set then."""
         running.stop()
         if not self._requests.withdraw(running) and not running.left.is_set():
-            self.leave(running)
+            self._requests.end(running)  # at the next step's boundary
             if wait and not self._stepping.worker.here:
                 running.left.wait()
 
     # --- the whole ----------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """What it does at present, and its newest measurements."""
+        """Its present state, and its newest measurements."""
         talks, slots = [*self._batch.talks.values()], self._batch.slots
         with self._requests.lock:
             waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
@@ -229,10 +225,11 @@ class Engine:
         return not talks or bool((slots.free or slots.idle()) and slack is not None and slack >= SPARE)
 
     def measure(self, rows: Sequence[int] | None = None) -> StepCosts:
-        """Measure what steps cost here, before the first session of something that lasts, and keep it: admission goes by it
-        until steps of the engine itself say more. Takes about a second for a small model; a GPU's steps are captured
-        besides. UserError: a session is open, the engine is closed, or there are not so many rows. `rows`: numbers of rows;
-        by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays."""
+        """Measures the cost of steps on this machine and keeps it; admission goes by it until the engine has stepped enough.
+
+        To be called before the first session: takes about a second for a small model, and captures a GPU's steps. `rows`:
+        numbers of rows; by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays.
+        UserError: a session is open, the engine is closed, or it has fewer rows."""
         self.check()
         with self._requests.lock:  # nobody asks meanwhile
             check_measuring(rows, self.fixed, len(self._requests.seats))

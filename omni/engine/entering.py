@@ -56,8 +56,8 @@ def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
         todo = [exchange for exchange in todo if exchange.features is None]
         for low in range(0, len(todo), ENCODED_TOGETHER):
             chunk = todo[low : low + ENCODED_TOGETHER]
-            found = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in chunk])
-            for exchange, features in zip(chunk, found, strict=True):
+            encoded = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in chunk])
+            for exchange, features in zip(chunk, encoded, strict=True):
                 exchange.features, exchange.prepared = features, None
     finish_queued(model.device)
     broken = []
@@ -108,7 +108,7 @@ class Talk:
 
     Attributes:
         slots, rows: the speaking one first; the second leaves when its text has ended.
-        columns: what the speaking row wrote.
+        columns: those that the speaking row wrote.
         frames: number of frames among them; `exact`, of those whose samples no later frame changes.
         left: whether its rows are free again.
     """

@@ -183,6 +183,6 @@ class Intake:
 
     def clear(self) -> list[Running]:
         """Take all questions away; returns them."""
-        found = [*(talk.running for talk in self.coming), *self.waiting]
+        questions = [*(talk.running for talk in self.coming), *self.waiting]
         self.waiting, self.placed, self.entering = deque(), [], None
-        return found
+        return questions

@@ -67,16 +67,16 @@ def start_process(arguments: Item) -> tuple[Any, Any]:
 
 
 def first_message(pipe: Any, process: Any) -> ModelFacts:
-    """What the process says once its model is loaded. UserError: the model cannot be loaded. EngineLost: the process ended
+    """Waits for the facts of the process's model. UserError: the model cannot be loaded. EngineLost: the process ended
     before."""
     try:
-        kind, *rest = unpack(pipe.recv_bytes())[0]
+        name, *rest = unpack(pipe.recv_bytes())[0]
     except (EOFError, OSError):
         raise EngineLost(
             f"{how_it_ended(process)} before the model was loaded; what it said is above (a script that starts one "
             'needs if __name__ == "__main__":)'
         ) from None
-    if kind == "refused":
+    if name == "refused":
         raise unpack_error(*rest)
     facts: ModelFacts = rest[0]
     return facts
@@ -220,7 +220,7 @@ class RemoteAnswer:
             return None
 
     def timings(self) -> Timings:
-        """Of its end, with the sound that was taken."""
+        """Timings of its end, with the length of the sound that was taken."""
         timings = self._known if self._ended is None else self._ended.timings
         return replace(timings, audio=self.samples / self.rate if self.rate else 0.0)
 
@@ -268,7 +268,7 @@ class Link:
 
     Args:
         process: the other end's, for words about its end.
-        decoder: of what comes as codes; None where nothing does.
+        decoder: of sound that comes as codes; None where none does.
 
     Attributes:
         lost: why nothing is answered any more, None while the process lives.
@@ -380,17 +380,17 @@ class Link:
             with self._changed:
                 decoder.keep(set(self._answers))
 
-    def _take(self, kind: str, number: int = 0, *rest: Any) -> None:
-        if kind == "bye":
+    def _take(self, name: str, number: int = 0, *rest: Any) -> None:
+        if name == "bye":
             self._said_bye = True
-        elif kind in ("reply", "raise"):
+        elif name in ("reply", "raise"):
             with self._changed:
                 reply = self._replies.pop(number, None)
-            if reply is not None and kind == "reply":
+            if reply is not None and name == "reply":
                 reply.set_result(rest[0])
             elif reply is not None:
                 reply.set_exception(unpack_error(*rest))
-        elif kind == "turn":
+        elif name == "turn":
             with self._changed:
                 turn = self._turns.get(number)
             if turn is not None:
@@ -400,9 +400,9 @@ class Link:
                 answer = self._answers.get(number)
             if answer is None:
                 return
-            if kind == "events":
+            if name == "events":
                 answer.put(rest[0])
-            elif kind == "failed":
+            elif name == "failed":
                 answer.fail(unpack_error(*rest))
             else:
                 answer.where()

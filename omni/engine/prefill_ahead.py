@@ -1,4 +1,4 @@
-"""What is fed into a conversation's row before its next question is asked, in time that nobody else needs.
+"""Feeds a conversation's row before its next question is asked, in time that nobody else needs.
 
 A question whose sound is still coming is encoded as chunks fill, and prefilled:
 
@@ -44,7 +44,7 @@ LEAST = 16
 
 @dataclass(eq=False)
 class Refill:
-    """What the row of a conversation is to hold before its next question. `said`: the turns that stay, with features;
+    """The wanted content of a conversation's row before its next question. `said`: the turns that stay, with features;
     columns, keys: their columns, after the system message."""
 
     seat: Seat
@@ -150,7 +150,7 @@ STEP = 64
 
 @dataclass(eq=False)
 class Listen:
-    """What is heard of a conversation's next question before it is asked.
+    """A conversation's next question, while it is heard before it is asked.
 
     Attributes:
         past: the turns before it, None while the last one is under way: then it is encoded only.
@@ -173,7 +173,7 @@ class Listen:
 
     @property
     def _now(self) -> tuple[object, ...]:
-        """What there was to feed, and where it was."""
+        """State by which a further piece is known to be needed: features, slot, and the columns that it holds."""
         return self.stream.known, self.seat.slot, self.seat.held, len(self.seat.held.keys)
 
     @property
@@ -188,7 +188,7 @@ class Listen:
         return past[dropped_for(layout, past, question, self.system, self.seat.limit) :] if self.forget else past
 
     def refill(self, layout: Layout, length: int) -> Refill:
-        """What the row is to hold at present, at most `length` columns."""
+        """The wanted content of the row at present, at most `length` columns."""
         known = self.stream.known
         size = -(-max(known, 1) // STEP) * STEP
         if self._asked is None or self._asked.turn.features != size:
@@ -245,7 +245,7 @@ class Listen:
             return 0
 
     def _fails(self, error: Exception) -> None:
-        """Of a lack of memory, or an adapter that was removed: the question says so to its listener."""
+        """Notes a failure (no memory, an adapter that was removed), which the question reports to its listener."""
         self.failed = True
         if not isinstance(error, UserError):
             LOG.warning("a question could not be fed while its sound came: %s", error)
@@ -276,7 +276,7 @@ class Listens:
                 self._open[listen.seat] = self._open.pop(listen.seat)
 
     def open(self) -> list[Listen]:
-        """Those that are open, in their order."""
+        """The open ones, in their order."""
         with self._lock:
             closed = [seat for seat, listen in self._open.items() if listen.stream.closed]
             for seat in closed:

@@ -214,25 +214,25 @@ class RemoteSession(Conversation[RemoteAnswer]):
     @property
     def place(self) -> int:
         """See `Session.place`."""
-        found: int = self._link.request("read", self._number, "place")
-        return found
+        position: int = self._link.request("read", self._number, "place")
+        return position
 
     @property
     def history(self) -> list[Message]:
         """See `Session.history`."""
-        found: list[Message] = self._link.request("read", self._number, "history")
-        return found
+        messages: list[Message] = self._link.request("read", self._number, "history")
+        return messages
 
     @property
     def last_answer(self) -> Message | None:
-        found: Message | None = self._link.request("read", self._number, "last_answer")
-        return found
+        message: Message | None = self._link.request("read", self._number, "last_answer")
+        return message
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """See `Session.turns`."""
-        found: tuple[Turn, ...] = self._link.request("read", self._number, "turns")
-        return tuple(replace(turn, task=find_task(turn.task)) for turn in found)
+        turns: tuple[Turn, ...] = self._link.request("read", self._number, "turns")
+        return tuple(replace(turn, task=find_task(turn.task)) for turn in turns)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """See `Session.save`."""
@@ -396,7 +396,7 @@ class EngineProcess(Sessions[RemoteSession]):
 
 
 def _decoder(facts: ModelFacts) -> SoundDecoder | None:
-    """What decodes in this process; None where nothing is to."""
+    """The decoder of coded sound in this process; None where sound comes decoded."""
     if facts.codec is None or not facts.portable:
         return None
     try:

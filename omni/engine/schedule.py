@@ -83,33 +83,33 @@ class Due:
 def choose(talks: Iterable[Talk], now: float, marks: Watermarks, unread: float = UNREAD) -> Due:
     """Sort the talks whose rows have started by what their listeners hold at the time `now` of `time.perf_counter`.
     `unread`: seconds of sound that a live listener may leave unread, besides what is written ahead of it."""
-    found, least = Due(), float("inf")
+    due, least = Due(), float("inf")
     for talk in talks:
         running = talk.running
         if not running.live:
             whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
-            (found.read if whole else found.behind).append(talk)
+            (due.read if whole else due.behind).append(talk)
             continue
         low, high = marks.at(running.frame_rate)
         if running.unread > high + TOLD + unread * running.frame_rate:
-            found.lost.append(talk)
+            due.lost.append(talk)
         elif running.plays is None and not talk.exact:
-            found.new.append(talk)
+            due.new.append(talk)
         else:
             held = talk.exact if running.plays is None else running.held(now, talk.exact)  # it is about to play
-            found.late |= held <= 0
+            due.late |= held <= 0
             if talk.exact <= low or running.plays is None:
-                found.new.append(talk)
+                due.new.append(talk)
             elif held < low:
-                found.low.append(talk)
+                due.low.append(talk)
             elif held < high:
-                found.along.append(talk)
+                due.along.append(talk)
             else:
-                found.full += 1
+                due.full += 1
             if (seconds := held / running.frame_rate) < least:
-                least, found.slack = seconds, seconds - low / running.frame_rate
-    found.spare = least
-    return found
+                least, due.slack = seconds, seconds - low / running.frame_rate
+    due.spare = least
+    return due
 
 
 RECENT = 512

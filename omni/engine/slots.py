@@ -17,12 +17,12 @@ _TURNS = count()
 
 @dataclass(eq=False)
 class Seat:
-    """One conversation's place in the cache.
+    """A conversation's claim to a slot of the cache.
 
     Attributes:
         limit: positions that it may fill.
         slot: its slot, None while it has none.
-        held: what the slot holds of it.
+        held: its columns in the slot.
         busy: whether an answer of it is under way; such a seat keeps its slot.
         used: number that grows with each use.
     """
@@ -113,8 +113,8 @@ LIMITS = {
 """Bounds of an engine's numbers."""
 
 
-def check_limits(**numbers: float | None) -> None:
+def check_limits(**limits: float | None) -> None:
     """UserError for one of `LIMITS` that is out of its bounds; None counts as not given."""
-    for name, number in numbers.items():
+    for name, number in limits.items():
         if number is not None:
             check_number(name, number, LIMITS[name])

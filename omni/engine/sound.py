@@ -136,8 +136,8 @@ class SoundThread:
         if not begun and not last and len(frames) * codec.frame_samples < self._least(codec):
             self._coded[running] = frames
         elif frames:
-            place = running.reply.advance(len(frames) * codec.frame_samples)
-            self._sounded(running, CodedSound(frames, *place))
+            span = running.reply.advance(len(frames) * codec.frame_samples)
+            self._sounded(running, CodedSound(frames, *span))
             return
         running.tell()
 

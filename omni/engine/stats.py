@@ -52,11 +52,11 @@ LENGTH = 512
 
 
 class MeasuredOf(NamedTuple):
-    """What a measurement is of: device and its threads, number format, form of products, model's and codec's shape."""
+    """Key of a measurement: device and its threads, number format, form of products, model's and codec's shape."""
 
     device: str
     threads: int
-    numbers: str
+    dtype: str
     kernels: str
     model: str
     codec: str
@@ -80,7 +80,7 @@ class StepCosts:
         return self._line(rows, [cost.seconds for _, cost in sorted(self.by_rows.items())])
 
     def cpu(self, rows: float) -> float:
-        """The same of CPU seconds."""
+        """CPU seconds of a step of that many rows, in the same way."""
         return self._line(rows, [cost.cpu for _, cost in sorted(self.by_rows.items())])
 
     def _line(self, rows: float, values: Sequence[float]) -> float:
@@ -110,15 +110,15 @@ class KnownCosts:
 
     def measure(self, runner: Runner, rows: Sequence[int], whole: bool) -> StepCosts:
         """Measure with a runner without answers under way (all numbers of rows, or those that are in real time and one more),
-        keep what was found, and return it."""
+        keep the result, and return it."""
         frame = None if whole or self._codec is None else 1 / self._codec.frame_rate
-        found = measure_steps(runner, self._codec, rows, frame)
+        measured = measure_steps(runner, self._codec, rows, frame)
         key = measured_of(self._model, self._codec)
         kept = load_costs()
         before = kept[key].by_rows if key in kept else {}
-        self._costs, self._read = StepCosts({**before, **found.by_rows}), True
+        self._costs, self._read = StepCosts({**before, **measured.by_rows}), True
         keep_costs({**kept, key: self._costs})
-        return found
+        return measured
 
 
 def check_measuring(rows: Sequence[int] | None, slots: int | None, sessions: int) -> None:
@@ -146,16 +146,16 @@ def measure_steps(runner: Runner, codec: AudioCodec | None, rows: Iterable[int],
         runner: without answers under way; it grows where it has fewer rows.
         most: seconds; the first number of rows that takes longer is the last.
     """
-    found: dict[int, StepCost] = {}
+    costs: dict[int, StepCost] = {}
     with ThreadPoolExecutor(1, "omni-measure") as beside:
         for number in sorted(set(rows)):
             if number > len(runner.rows):
                 runner.grow(number, runner.length)
             runner.warm_up(_starts(runner, number))
-            found[number] = _measure(runner, codec, number, beside)
-            if most is not None and found[number].seconds > most:
+            costs[number] = _measure(runner, codec, number, beside)
+            if most is not None and costs[number].seconds > most:
                 break
-    return StepCosts(found)
+    return StepCosts(costs)
 
 
 def _starts(runner: Runner, number: int) -> list[Start]:
@@ -207,13 +207,13 @@ def _frames(codec: AudioCodec | None, number: int) -> Iterator[Tensor]:
 
 
 def measured_of(model: SpeechModel, codec: AudioCodec | None) -> MeasuredOf:
-    """What a measurement with this model, codec and this thread's number of threads is of."""
+    """Key of measurements with this model and codec, and this thread's number of threads."""
     norm = model.decoder.norm.weight
     device = torch.cuda.get_device_name(norm.device) if norm.device.type == "cuda" else norm.device.type
-    numbers = "int8 with " * is_int8(model) + str(norm.dtype).removeprefix("torch.")
+    dtype = "int8 with " * is_int8(model) + str(norm.dtype).removeprefix("torch.")
     kernels = "reference" if model.decoder.kernels is None else "measured"
     shape = f"{zlib.crc32(json.dumps(to_dict(model.config), sort_keys=True).encode()):08x}"
-    return MeasuredOf(device, torch.get_num_threads(), numbers, kernels, shape, "" if codec is None else codec.name)
+    return MeasuredOf(device, torch.get_num_threads(), dtype, kernels, shape, "" if codec is None else codec.name)
 
 
 def costs_file() -> Path:
@@ -222,7 +222,7 @@ def costs_file() -> Path:
 
 
 def load_costs() -> dict[MeasuredOf, StepCosts]:
-    """What was measured on this machine before; nothing where the file is another machine's or damaged, which is told."""
+    """Reads this machine's measurements; empty where the file is another machine's or damaged, which is logged."""
     path = costs_file()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -240,7 +240,7 @@ def keep_costs(costs: Mapping[MeasuredOf, StepCosts]) -> None:
     """Keep measurements for the next start. Of two that write at once the last stays, whole; a folder that cannot be written is
     told."""
     path = costs_file()
-    steps = [[list(key), [[rows, *cost] for rows, cost in sorted(one.by_rows.items())]] for key, one in sorted(costs.items())]
+    steps = [[list(key), [[rows, *cost] for rows, cost in sorted(step.by_rows.items())]] for key, step in sorted(costs.items())]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"machine": machine(), "steps": steps}, indent=None)
@@ -257,7 +257,7 @@ AGAIN = 64
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of the newest measurements, in seconds; None before there are any."""
+    """Percentiles of the newest measurements, in seconds; None before there are any."""
 
     p50: float | None = None
     p95: float | None = None
@@ -266,11 +266,11 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Collection[float]) -> Percentiles:
-        found = list(values)
-        if not found:
+        newest = list(values)
+        if not newest:
             return cls()
-        p50, p95, p99 = (float(x) for x in np.percentile(found, (50, 95, 99)))
-        return cls(p50, p95, p99, len(found))
+        p50, p95, p99 = (float(x) for x in np.percentile(newest, (50, 95, 99)))
+        return cls(p50, p95, p99, len(newest))
 
 
 @dataclass(frozen=True)

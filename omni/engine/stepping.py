@@ -1,4 +1,4 @@
-"""The stepping thread: between two steps it takes what clients asked for (`Requests`), and decides what comes next."""
+"""The stepping thread: takes clients' `Requests` between two steps, and decides what comes next."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Requests:
 
     Attributes:
         wake: has the stepping thread take them.
-        seats: places of the open conversations.
-        asked: questions that were not taken yet; ended: answers that are to end; vacated: places of conversations that have
+        seats: of the open conversations.
+        asked: questions that were not taken yet; ended: answers that are to end; vacated: seats of conversations that have
             ended; threads: CPU threads of the thread that asked last, 0 before anybody asked.
         refills: what stays of conversations whose oldest turns went; listens: questions whose sound is still coming. They have
             locks of their own.
@@ -48,7 +48,7 @@ class Requests:
         for running in asked:
             running.hungry = self.wake
             if not running.left.is_set():
-                running.given = True
+                running.submitted = True
                 self.asked.append(running)
         self.threads = torch.get_num_threads()
 
@@ -62,7 +62,7 @@ class Requests:
     def withdraw(self, running: Running) -> bool:
         """Let a question go that was not asked yet; returns whether it was not."""
         with self.lock:
-            if running.given:
+            if running.submitted:
                 return False
             running.release()
             running.left.set()
@@ -93,7 +93,7 @@ class SteppingThread:
     """Steps the rows of a batch and lets questions in; the only thread that changes either.
 
     Args:
-        requests: what clients ask for.
+        requests: of clients.
         marks, patience: as for `omni.engine.engine.Engine`.
     """
 

@@ -40,12 +40,12 @@ class EngineLost(UserError):
 
 
 Item = tuple[Any, ...]
-"""What a message holds: its kind first."""
+"""Content of a message: its name first."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What clients know of the model in the engine's process.
+    """Facts about the model in the engine's process, for its clients.
 
     Attributes:
         shown: its `repr`.
@@ -84,8 +84,8 @@ def _plain(part: Any, sounds: list[Any]) -> Any:
 def unpack(message: bytes) -> list[Item]:
     """The items of a message. Each chunk has memory of its own: one that is kept does not keep the message."""
     (length,) = _LENGTH.unpack_from(message)
-    place = _LENGTH.size + length
-    items: list[Item] = pickle.loads(memoryview(message)[_LENGTH.size : place])
+    offset = _LENGTH.size + length
+    items: list[Item] = pickle.loads(memoryview(message)[_LENGTH.size : offset])
     for item in items:
         for part in item:
             if not isinstance(part, list):
@@ -93,39 +93,39 @@ def unpack(message: bytes) -> list[Item]:
             for number, event in enumerate(part):
                 if type(event) is tuple and event and event[0] == _CHUNK:
                     _, count, start, end = event
-                    samples = torch.from_numpy(np.frombuffer(message, np.float32, count, place).copy())
-                    place += 4 * count
+                    samples = torch.from_numpy(np.frombuffer(message, np.float32, count, offset).copy())
+                    offset += 4 * count
                     part[number] = AudioChunk(samples, start, end)
     return items
 
 
-def pack_request(what: str, item: Item) -> bytes:
+def pack_request(name: str, item: Item) -> bytes:
     """One message of a client. UserError: it cannot be pickled, or is larger than `LARGEST`."""
     try:
         message = pack([item])
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{what} cannot be sent to the engine's process ({' '.join(str(error).split())}); give values without open files, "
+            f"{name} cannot be sent to the engine's process ({' '.join(str(error).split())}); give values without open files, "
             "functions or locks"
         ) from error
     if len(message) > LARGEST:
-        raise UserError(f"{what} takes {len(message) >> 20} MiB, and {LARGEST >> 20} MiB is the most that is sent; give less")
+        raise UserError(f"{name} takes {len(message) >> 20} MiB, and {LARGEST >> 20} MiB is the most that is sent; give less")
     return message
 
 
 def pack_error(error: BaseException) -> tuple[str, str]:
-    """Kind and text of an exception."""
-    kinds = [kind for kind in _KINDS if isinstance(error, _KINDS[kind])]
-    if kinds:
-        return kinds[0], str(error)
+    """Name and text of an exception."""
+    names = [name for name in _ERRORS if isinstance(error, _ERRORS[name])]
+    if names:
+        return names[0], str(error)
     return "RuntimeError", f"in the engine's process: {type(error).__name__}: {error}"
 
 
-def unpack_error(kind: str, text: str) -> BaseException:
-    return _KINDS.get(kind, RuntimeError)(text)
+def unpack_error(name: str, text: str) -> BaseException:
+    return _ERRORS.get(name, RuntimeError)(text)
 
 
-_KINDS: dict[str, type[BaseException]] = {
+_ERRORS: dict[str, type[BaseException]] = {
     "EngineLost": EngineLost, "BusyError": BusyError, "RoomError": RoomError, "UserError": UserError, "TypeError": TypeError,
     "MemoryError": MemoryError, "OutOfMemoryError": torch.OutOfMemoryError,
 }  # fmt: skip
@@ -184,7 +184,7 @@ def is_portable(codec: AudioCodec) -> bool:
 
 
 def cannot_decode(codec: AudioCodec, error: Exception) -> str:
-    """What is told of an answer whose codes the codec refuses."""
+    """Error text of an answer whose codes the codec refuses."""
     return f"codec {codec.name} cannot decode the answer ({error}); generate([...], sound=False) gives its codes"
 
 
@@ -192,8 +192,7 @@ class SoundDecoder:
     """Decodes the answers of an engine's process; belongs to one thread.
 
     Attributes:
-        codec: what decodes.
-        seconds: CPU time that it took.
+        seconds: CPU time that decoding took.
     """
 
     def __init__(self, codec: AudioCodec) -> None:
@@ -205,7 +204,7 @@ class SoundDecoder:
         self.seconds = 0.0
 
     def __call__(self, answers: Sequence[tuple[int, list[Any]]]) -> dict[int, Exception]:
-        """Put chunks in the places of coded sound among the events of answers; returns why some cannot be decoded, by their
+        """Replaces coded sound among the events of answers by chunks; returns why some cannot be decoded, by their
         numbers. Their sound is left out."""
         start, failed = time.thread_time(), dict[int, Exception]()
         alike: dict[int, list[tuple[int, list[Any]]]] = {}  # by number of frames
@@ -263,14 +262,14 @@ class SoundDecoder:
 
 
 def _replace(events: list[Any], sound: Tensor | None, frame_samples: int = 0) -> None:
-    """Put the chunks of a sound [S] in the places of coded ones, or leave these out."""
-    kept, place = [], 0
+    """Replaces coded chunks among events by those of a sound [S], or leaves them out."""
+    kept, position = [], 0
     for event in events:
         if not isinstance(event, CodedSound):
             kept.append(event)
         elif sound is not None:
-            end = place + frame_samples * len(event.codes)
-            whole = sound if end - place == len(sound) else sound[place:end].clone()
+            end = position + frame_samples * len(event.codes)
+            whole = sound if end - position == len(sound) else sound[position:end].clone()
             kept.append(AudioChunk(whole, event.start, event.end))
-            place = end
+            position = end
     events[:] = kept

@@ -11,10 +11,12 @@ from collections.abc import Callable
 class Worker:
     """Calls a method again and again in a thread of its own.
 
-    The thread is started by the first `wake` and ends when the method's object is gone: it holds no reference to the object
-    while it waits. It does not end sooner, since cuDNN's plans are a thread's own (PyTorch's Conv_v8.cpp) and making them
-    again takes a second. `work`: does a piece of work; returns 0.0 to be called again, a number of seconds to be called
-    again by then, or None where there is nothing to do until the next `wake`."""
+    The first `wake` starts the thread. It holds no reference to the method's object while it waits, and ends once that is gone;
+    no sooner, since cuDNN's plans are a thread's own (PyTorch's Conv_v8.cpp) and take a second to make.
+
+    Args:
+        work: does a piece of work; returns 0.0 to be called again, the seconds by which to be called again, or None to wait
+            for the next `wake`."""
 
     def __init__(self, name: str, work: Callable[[], float | None]) -> None:
         self.name = name

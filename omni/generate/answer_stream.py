@@ -1,5 +1,5 @@
-"""Who reads an answer: takes its events, in a plain loop or one of asyncio, asks a `stop` function about its text, and makes
-the whole answer of them. In asyncio events come by `call_soon_threadsafe`, and nothing here holds the loop."""
+"""Reads an answer: takes its events, in a plain loop or one of asyncio, asks a `stop` function about its text, and makes the
+whole answer of them. In asyncio events come by `call_soon_threadsafe`, and nothing here holds the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from omni.generate.results import Answer, AudioChunk, Ended, Event, Logprobs, Re
 from omni.tasks import Task, find_task
 
 
-class Listened(Protocol):
+class AnswerSource(Protocol):
     """An answer as its listener sees it: `omni.engine.client.Running`, or `omni.engine.link.RemoteAnswer`, which document
     these."""
 
@@ -39,7 +39,7 @@ class AnswerReader:
     """Takes the events of one answer, in any one thread at a time. `stop`: asked about the text so far, after each piece of
     it; true ends the answer."""
 
-    def __init__(self, running: Listened, stop: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, running: AnswerSource, stop: Callable[[str], bool] | None = None) -> None:
         self.running, self.stop = running, stop
         self._text = ""
 
@@ -90,7 +90,7 @@ class DeliveredPart(NamedTuple):
 
 
 def delivered_part(running: Running) -> DeliveredPart:
-    """What reached the listener of an answer so far."""
+    """The part of an answer that reached its listener so far."""
     turn = running.delivered().turn
     tokens, codes = tuple(turn.text or ()), turn.codes
     if not running.start.logprobs:
@@ -102,7 +102,7 @@ def answer_of(said: tuple[str, Tensor, Ended], part: DeliveredPart, sounds: bool
     """The answer of all its events.
 
     Args:
-        said: what `joined` made of them.
+        said: the result of `joined`.
         sounds: whether a codec makes its sound.
         sample_rate: of the codec in Hz, 0 without one.
     """
@@ -148,7 +148,7 @@ class AnswerStream:
     def __init__(self, session: Any, question: Any, task: Task | str, sample_rate: int, seed: int | None) -> None:
         self._session, self._question, self._task = session, question, task
         self._rate, self._seed = sample_rate, seed
-        self.running: Listened | None = None
+        self.running: AnswerSource | None = None
         self._plain: Iterator[Event] | None = None
         self._listener: AnswerReader | None = None
         self._incoming: Listening | None = None
@@ -248,7 +248,7 @@ class AnswerStream:
         self._attend(running)
         await self._session.aside(self._session.begin, running)
 
-    def _attend(self, running: Listened) -> None:
+    def _attend(self, running: AnswerSource) -> None:
         """Have its events wake the task that waits for them."""
         assert self._bell is not None
         running.wake = self._bell.of(running, self._session.let_go)
@@ -280,8 +280,8 @@ class AnswerStream:
         listening.withdraw()
         self._session.end_reading(listening)
 
-    def _read(self) -> Listened:
-        running: Listened = self._session.read(
+    def _read(self) -> AnswerSource:
+        running: AnswerSource = self._session.read(
             self._question, self._task, self._rate, self._seed, lambda: self._over
         )  # in a thread, which goes on where the task is cancelled meanwhile
         with self._guard:
@@ -326,9 +326,9 @@ class AnswerStream:
 
 def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]], None]:
     def done(task: asyncio.Task[Any]) -> None:
-        found = answer()
-        if found is not None and task.cancelled() and found._reader is task:
-            found.close()
+        stream = answer()
+        if stream is not None and task.cancelled() and stream._reader is task:
+            stream.close()
 
     return done
 
@@ -348,8 +348,8 @@ class _Bell:
         self.event = asyncio.Event()
         self._loop, self._rung = loop, False
 
-    def of(self, running: Listened, leave: Callable[[Any], None]) -> Callable[[], None]:
-        """What an answer calls, in any thread, where it has an event; a closed loop takes none, so that its answer ends."""
+    def of(self, running: AnswerSource, leave: Callable[[Any], None]) -> Callable[[], None]:
+        """Function that an answer calls, in any thread, where it has an event; with a closed loop it ends the answer."""
 
         def ring() -> None:
             if self._rung:

@@ -53,10 +53,10 @@ def read_batch(
 ) -> QuestionBatch:
     """Check and read the questions of `SpeechLM.generate`, whose arguments these are. UserError: a bad value, or another
     number of values than of questions."""
-    given = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
-    tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in given.items())
-    for one in seeds:
-        check_number("seed", one)
+    values = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
+    tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in values.items())
+    for value in seeds:
+        check_number("seed", value)
     asked = []
     for number, (question, own) in enumerate(zip(questions, tasks, strict=True), 1):
         try:
@@ -67,11 +67,11 @@ def read_batch(
     return QuestionBatch(asked, seeds, adapters, corrections, systems)
 
 
-def one_each(what: str, given: Any, count: int) -> list[Any]:
+def one_each(noun: str, value: Any, count: int) -> list[Any]:
     """Expands a value given once for all questions, or one per question, to a list; UserError for another number of values."""
-    each = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given] * count
+    each = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * count
     if len(each) != count:
-        raise UserError(f"{len(each)} {what} for {count} questions; give one for all, or one each")
+        raise UserError(f"{len(each)} {noun} for {count} questions; give one for all, or one each")
     return each
 
 

@@ -19,7 +19,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
 from omni.engine.client import Pace, WhenFull
 from omni.errors import UserError
-from omni.generate.answer_stream import AnswerReader, AnswerStream, Listened
+from omni.generate.answer_stream import AnswerReader, AnswerSource, AnswerStream
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.listening import AudioSoFar, Listening
 from omni.generate.messages import History, Message
@@ -32,7 +32,7 @@ from omni.tasks import Task, find_task
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-A = TypeVar("A", bound=Listened)
+A = TypeVar("A", bound=AnswerSource)
 
 
 class Conversation(ABC, Generic[A]):
@@ -75,7 +75,7 @@ class Conversation(ABC, Generic[A]):
     @property
     @abstractmethod
     def sample_rate(self) -> int:
-        """Of the answers' sound, in Hz; 0 without a codec."""
+        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
 
     @abstractmethod
     def withdraw(self, answer: A) -> None:
@@ -122,7 +122,7 @@ class Conversation(ABC, Generic[A]):
 
     @abstractmethod
     def sound_so_far(self, sound: Any) -> KnownFeatures | tuple[int, int]:
-        """What is known of a sound that is still coming, for a question of another session; UserError where nothing is."""
+        """Features so far of a sound still coming, for a question of another session; UserError where there are none."""
 
     @abstractmethod
     def drop_sound(self, sound: Any) -> None:
@@ -236,7 +236,7 @@ class Conversation(ABC, Generic[A]):
     # --- its answer ---------------------------------------------------------------------------------------------------
 
     def listener(self, answer: A) -> AnswerReader:
-        """Who takes an answer's events."""
+        """The reader of an answer's events."""
         return AnswerReader(answer, self._stop)
 
     def events_of(self, answer: A) -> Iterator[Event]:
@@ -303,7 +303,7 @@ S = TypeVar("S", bound=Conversation[Any])
 
 
 class Sessions(ABC, Generic[S]):
-    """What `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess` inherit."""
+    """Base of `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess`: starts sessions."""
 
     @abstractmethod
     def _session_of(self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull) -> S:

@@ -38,7 +38,7 @@ def new_sound() -> int:
 
 @dataclass(frozen=True)
 class KnownFeatures:
-    """Those of a question that is still coming, [N, W], and the number by which its stream has them."""
+    """Features [N, W] so far of a question that is still coming, and the number by which its stream has them."""
 
     number: int
     features: Tensor
@@ -59,7 +59,7 @@ class FeatureStream:
 
     Args:
         task: name of the task that it is going to be asked as, for a projector that is gated by task.
-        turn: told what the model's turn head says of each frame, also of what was peeked at; None asks it nothing.
+        turn: told the turn head's probabilities of each frame, peeked ones too; None leaves the head out.
 
     Attributes:
         number: of its features (`new_sound`).
@@ -231,12 +231,12 @@ class FeatureStream:
             return
         with self._data:
             ahead = self._ahead or _Ahead(self._stream.copy(), self._taken)
-            there = torch.cat([*self._waiting, *self._peeked])[ahead.taken - self._taken :][: self.size]
-            if len(there) < self.size:  # they were dropped meanwhile
+            samples = torch.cat([*self._waiting, *self._peeked])[ahead.taken - self._taken :][: self.size]
+            if len(samples) < self.size:  # they were dropped meanwhile
                 return
             self._ahead = ahead
         try:
-            new = ahead.stream.push(there)
+            new = ahead.stream.push(samples)
         except Exception:  # longer than the encoder takes
             self.forget_peeked()
             return

@@ -50,11 +50,11 @@ class Exchange:
     def part(self, layout: Layout, answered: bool) -> _Part:
         """The columns of its question, without a system message, or those of its answer; made once, since every question of a
         conversation looks at all turns before it."""
-        found = self._parts.get(answered)
-        if found is None or found.layout is not layout or found.turn is not self.turn:
+        known = self._parts.get(answered)
+        if known is None or known.layout is not layout or known.turn is not self.turn:
             columns = answer(layout, self.turn) if answered else _question(layout, self.turn)
-            found = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.sound))
-        return found
+            known = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.sound))
+        return known
 
 
 def _question(layout: Layout, turn: Turn) -> Columns:
@@ -147,7 +147,7 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
 
 
 def forgotten_of(sizes: Sequence[int], longest: int, length: int, system: int = 0) -> int:
-    """The same of turns and a system message of so many columns, and of the longest question."""
+    """`forgotten` by sizes: columns of each turn, of the longest question and of the system message."""
     taken, dropped = system + sum(sizes), 0
     if taken + longest <= length - length // 4:
         return 0

@@ -34,9 +34,9 @@ LOG = logging.getLogger(__name__)
 
 
 @lru_cache(maxsize=32)
-def _tell_whole(kind: str) -> None:
+def _tell_whole(encoder: str) -> None:
     """Say once that an encoder gains nothing by listening."""
-    LOG.info("this encoder (%s) hears whole questions only: what is listened to is encoded when it has ended", kind)
+    LOG.info("this encoder (%s) hears whole questions only: what is listened to is encoded when it has ended", encoder)
 
 
 class Listening:
@@ -48,7 +48,7 @@ class Listening:
         turn: have the model's turn head hear where it ends.
 
     Attributes:
-        turn: what the turn head says of its frames; None without one, or where the whole is encoded at once.
+        turn: the turn head's probabilities of its frames; None without one, or where the whole is encoded at once.
     """
 
     def __init__(self, session: Any, task: Task | str, sample_rate: Any, turn: bool = False) -> None:
@@ -112,8 +112,8 @@ class Listening:
 
     def _check_open(self) -> None:
         if self._dropped or self._asked is not None:
-            what = "dropped" if self._dropped else "asked"
-            raise UserError(f"this sound was {what}, and takes no more pieces; listen to another")
+            state = "dropped" if self._dropped else "asked"
+            raise UserError(f"this sound was {state}, and takes no more pieces; listen to another")
 
     def drop(self) -> None:
         """Forget the sound: it was no question. The history has nothing of it, and the cache is cut by the next question."""
@@ -181,8 +181,8 @@ class Listening:
         rest = None if self._sound is None else self._pieces.finish()
         if rest is None:  # the whole is read at once
             self.session.drop_sound(self._sound)
-            found: Asked = self.session._read_question(incoming.whole(), task, incoming.rate)
-            return found
+            asked: Asked = self.session._read_question(incoming.whole(), task, incoming.rate)
+            return asked
         self._give(rest)
         clip, self._clip = torch.cat(self._clip), []
         incoming.forget()
@@ -191,6 +191,6 @@ class Listening:
 
 @dataclass(frozen=True)
 class AudioSoFar:
-    """What has been heard of a sound that is still coming, when it is asked."""
+    """A sound that is still coming, as far as it was heard when it is asked."""
 
     listening: Listening

@@ -106,38 +106,38 @@ def read_history(history: History | None, model: SpeechModel, tokenizer: Tokeniz
         return Past()
     if isinstance(history, (str, os.PathLike)):
         return load_conversation(Path(history), model, tokenizer)
-    given = [_message(one, number) for number, one in enumerate(history, 1)]
-    for number, one in enumerate(given, 1):
+    read = [_message(message, number) for number, message in enumerate(history, 1)]
+    for number, message in enumerate(read, 1):
         wanted = ROLES[1 - number % 2]
-        if one.role == "system":  # type: ignore[comparison-overlap]
+        if message.role == "system":  # type: ignore[comparison-overlap]
             raise UserError(f"history: message {number} is of role 'system'; leave it out, and give its text as system=...")
-        if one.role != wanted:
+        if message.role != wanted:
             raise UserError(
-                f"history: message {number} is of role {one.role!r}, but questions ('user') and answers ('assistant') take "
+                f"history: message {number} is of role {message.role!r}, but questions ('user') and answers ('assistant') take "
                 f"turns, and {wanted!r} comes there"
             )
-    if len(given) % 2:
+    if len(read) % 2:
         raise UserError("history: the last message is a question without its answer; leave it out, and ask it")
-    turns = [_turn(given[i], given[i + 1], i + 1, model, tokenizer, codec) for i in range(0, len(given), 2)]
+    turns = [_turn(read[i], read[i + 1], i + 1, model, tokenizer, codec) for i in range(0, len(read), 2)]
     return Past(tuple(turns), len(turns))
 
 
-def _message(given: Any, number: int) -> Message:
+def _message(message: Any, number: int) -> Message:
     """Reads one message, its sound in any form; UserError where it is no message, or has no content."""
-    if isinstance(given, Message):
-        return given
-    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+    if isinstance(message, Message):
+        return message
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UserError(
-            f"history: message {number} is {repr(given)[:60]}; give {{'role': 'user', 'content': ...}}, or what "
+            f"history: message {number} is {repr(message)[:60]}; give {{'role': 'user', 'content': ...}}, or what "
             "session.history has"
         )
-    content = given.get("content")
+    content = message.get("content")
     text, sound = (content, None) if isinstance(content, str) else (None, content)
     if isinstance(content, (list, tuple)) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
         text, sound = _parts(content, number)
     if text is None and sound is None:
         raise UserError(f"history: message {number} has no content; give a text or sound")
-    return Message(given["role"], text, audio=sound)
+    return Message(message["role"], text, audio=sound)
 
 
 def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None, Any]:
@@ -145,11 +145,11 @@ def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None,
     texts: list[str] = []
     sounds: list[Any] = []
     for part in parts:
-        kind = part["type"]
-        value = next((part[key] for key in (kind, "audio", "path", "text") if part.get(key) is not None), None)
-        if kind not in ("text", "audio") or value is None:
-            raise UserError(f"history: message {number} has a part of type {kind!r} that is no text and no audio; leave it out")
-        (texts if kind == "text" else sounds).append(value)
+        form = part["type"]
+        value = next((part[key] for key in (form, "audio", "path", "text") if part.get(key) is not None), None)
+        if form not in ("text", "audio") or value is None:
+            raise UserError(f"history: message {number} has a part of type {form!r} that is no text and no audio; leave it out")
+        (texts if form == "text" else sounds).append(value)
     if len(sounds) > 1:
         raise UserError(f"history: message {number} has {len(sounds)} sounds; join them into one")
     return ("".join(map(str, texts)) if texts else None), (sounds[0] if sounds else None)
@@ -167,10 +167,8 @@ def _turn(
         raise UserError(f"history: message {number} is a question of text and sound; give one of them")
     silent = "A2" if spoken or reply.text is not None else "A1"  # T1A1 alone answers in sound without text
     usual = f"{'A' if spoken else 'T'}1{silent if codes is not None else 'T2'}"
-    given = reply.task or question.task or usual
-    task = find_task(
-        given if (find_task(given).question == "audio") == spoken else usual
-    )  # else a text would be read as a path
+    name = reply.task or question.task or usual
+    task = find_task(name if (find_task(name).question == "audio") == spoken else usual)  # else a text would be read as a path
     try:
         asked = read_question(question.text or "" if question.audio is None else question.audio, task, model, tokenizer)
         if question.tokens is not None and not spoken:
@@ -218,9 +216,9 @@ def save_conversation(
     for number, exchange in enumerate(past):
         turn = exchange.turn
         question = turn.question if len(turn.question) else None
-        given = {"audio": exchange.clip, "codes": turn.codes, "question": _long(question), "text": _long(turn.text)}
-        there = {name: tensor for name, tensor in given.items() if tensor is not None}
-        tensors |= {f"turn.{number}.{n}": t.clone(memory_format=torch.contiguous_format) for n, t in there.items()}
+        parts = {"audio": exchange.clip, "codes": turn.codes, "question": _long(question), "text": _long(turn.text)}
+        stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
+        tensors |= {f"turn.{number}.{n}": t.clone(memory_format=torch.contiguous_format) for n, t in stored.items()}
         texts = {"question": turn.question, "answer": turn.text}
         said = {k: tokenizer.decode(ids) for k, ids in texts.items() if ids}
         turns.append({"task": find_task(turn.task).name, "cut": turn.cut, **said})
@@ -244,8 +242,8 @@ def load_conversation(path: Path, model: SpeechModel, tokenizer: Tokenizer) -> P
         raise UserError(f"{path}: format {head.get('format')!r} is unknown; this version reads format {FORMAT_VERSION}")
     for name, own in _facts_of(model).items():
         if head.get(name) != own:
-            what = f"codec {head.get(name)!r}, and this model's codec is {own!r}" if name == "codec" else f"another {name}"
-            raise UserError(f"{path} is a conversation with a model of {what}; go on with that model")
+            other = f"codec {head.get(name)!r}, and this model's codec is {own!r}" if name == "codec" else f"another {name}"
+            raise UserError(f"{path} is a conversation with a model of {other}; go on with that model")
     try:
         turns = [_saved_turn(number, facts, tensors, model, tokenizer) for number, facts in enumerate(head["turns"])]
         return Past(tuple(turns), max(len(turns), int(head["asked"])))

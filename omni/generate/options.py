@@ -53,24 +53,24 @@ BOUNDS = {
 """Bounds by name of the option."""
 
 
-def check_number(name: str, value: Any, bound: Bound | None = None, as_what: str | None = None) -> None:
+def check_number(name: str, value: Any, bound: Bound | None = None, label: str | None = None) -> None:
     """Refuse a value that is no number within the option's bound (nan is within none). UserError: naming the option, the value
     and the bound.
 
     Args:
         bound: by default the one of `name`.
-        as_what: name of the option in the error, by default `name`.
+        label: name of the option in the error, by default `name`.
     """
     bound = bound or BOUNDS[name]
-    what, kind = as_what or name, "a whole number" if bound.whole else "a number"
+    label, noun = label or name, "a whole number" if bound.whole else "a number"
     types = Integral if bound.whole else Real
     span = f"from {bound.least} to {bound.most}"
     if isinstance(value, bool) or not isinstance(value, types):
-        raise UserError(f"{what} is {repr(value)[:80]}; give {kind} {span}")
+        raise UserError(f"{label} is {repr(value)[:80]}; give {noun} {span}")
     number: Any = value
     if not bound.least <= number <= bound.most:
         long = isinstance(number, Integral) and abs(number) >= 10**30  # type: ignore[operator]
-        raise UserError(f"{what} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")
+        raise UserError(f"{label} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            check_number(field.name, getattr(self, field.name), as_what=f"sampling: {field.name}")
+            check_number(field.name, getattr(self, field.name), label=f"sampling: {field.name}")
 
     __repr__ = brief
 
@@ -106,7 +106,7 @@ SamplingPlan = Sampling | Mapping[str, Sampling]
 greedy, and its own name goes before its kind."""
 
 Stop = str | Sequence[str] | Callable[[str], bool] | None
-"""What ends an answer that writes: texts, or a function of its text so far."""
+"""Ends an answer that writes: texts, or a function of its text so far."""
 
 
 class SamplingNames(TypedDict, total=False):
@@ -237,19 +237,19 @@ def make_options(values: Mapping[str, Any]) -> AnswerOptions:
     """Makes the options from a call's keywords; None counts as not given. TypeError: an unknown keyword. UserError:
     `sampling` and a name of its fields together, `max_tokens` and `max_new_tokens` together, or a bad value."""
     values = {name: value for name, value in values.items() if value is not None or name not in Keywords.__annotations__}
-    given = {name: values[name] for name in SamplingNames.__annotations__ if name in values}
-    fields = {name: value for name, value in values.items() if name not in given}
-    if given and "sampling" in fields:
-        raise UserError(f"{next(iter(given))} and sampling were given together; write sampling=Sampling({_said(given)})")
+    named = {name: values[name] for name in SamplingNames.__annotations__ if name in values}
+    fields = {name: value for name, value in values.items() if name not in named}
+    if named and "sampling" in fields:
+        raise UserError(f"{next(iter(named))} and sampling were given together; write sampling=Sampling({_said(named)})")
     if "max_new_tokens" in fields and "max_tokens" in fields:
         raise UserError("max_tokens and max_new_tokens were given together; give one of them")
-    if given:
-        fields["sampling"] = _sampling(given)
+    if named:
+        fields["sampling"] = _sampling(named)
     return AnswerOptions(**fields)
 
 
-def _sampling(given: Mapping[str, Any]) -> Sampling:
-    fields = dict(given)
+def _sampling(named: Mapping[str, Any]) -> Sampling:
+    fields = dict(named)
     wanted = fields.pop("do_sample", None)
     temperature = fields.get("temperature")
     if wanted is False:
@@ -263,5 +263,5 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
     return Sampling(**fields)
 
 
-def _said(given: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items() if name != "do_sample")
+def _said(named: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in named.items() if name != "do_sample")

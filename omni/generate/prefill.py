@@ -75,7 +75,7 @@ class Prefill:
 
     Args:
         rows: one for each prompt.
-        fork: a second row for a batch of one; it gets a copy of what the first row holds.
+        fork: a second row for a batch of one; it gets a copy of the first row's columns.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Prefill:
         slots = torch.cat([positions[:, self.fed :], torch.full((1, 1), length)], dim=1)
         tokens = torch.cat([tokens[:, :, rest], pair.T[None]], dim=2)
         index = torch.cat([index[:, rest], torch.full((1, 2), -1)], dim=1)
-        tokens, slots, index, places = _sent(self.model.device, tokens, slots, index, slots.clamp_max(length - 1))
+        tokens, slots, index, rotary = _sent(self.model.device, tokens, slots, index, slots.clamp_max(length - 1))
         view = _ForkCache(cache.select((row,)).limit(length + 1))
-        hidden = self.model(tokens, features, index, positions=places, input_pos=slots, cache=view)
+        hidden = self.model(tokens, features, index, positions=rotary, input_pos=slots, cache=view)
         self.fed = self.time
         cache.rewind(row, length)
         cache.copy_row(row, fork.row, length)

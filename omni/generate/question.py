@@ -78,9 +78,7 @@ class Incoming:
         if not array.size:
             return scaled.reshape(-1)
         if self._pieces and _form(array) != _form(self._pieces[0]):
-            raise UserError(
-                f"{name} is {_numbers(array)}, and those before are {_numbers(self._pieces[0])}; give all in one form"
-            )
+            raise UserError(f"{name} is {_form(array)}, and those before are {_form(self._pieces[0])}; give all in one form")
         if not self._pieces and array.ndim == 2:
             self._two = int(np.shape(piece)[0] != 2)
         self._pieces.append(array)
@@ -100,8 +98,8 @@ class Incoming:
         if self.withdrawn:
             raise Withdrawn
         if not self._pieces:
-            what = "ended without a piece of sound" if not self._count else f"gave {self._count} pieces without samples"
-            raise UserError(f"the question {what}; give at least some milliseconds of sound")
+            problem = "ended without a piece of sound" if not self._count else f"gave {self._count} pieces without samples"
+            raise UserError(f"the question {problem}; give at least some milliseconds of sound")
 
     def forget(self) -> None:
         """Free the pieces."""
@@ -140,8 +138,9 @@ async def take_all_async(pieces: AsyncIterable[Any], take: Callable[[Any], objec
 
 
 def _form(array: np.ndarray) -> str:
-    numbers = "floating-point numbers" if array.dtype.kind == "f" else str(array.dtype)
-    return f"{numbers} of {'two channels' if array.ndim == 2 else 'one channel'}"
+    """Type and channels of samples, in words."""
+    dtype = "floating-point numbers" if array.dtype.kind == "f" else str(array.dtype)
+    return f"{dtype} of {'two channels' if array.ndim == 2 else 'one channel'}"
 
 
 FEATURES_NOT_FINITE = (
@@ -281,11 +280,6 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
 def is_finite(features: Tensor | None) -> bool:
     """Whether a question's features are all finite numbers; waits for the device."""
     return features is None or bool(features.isfinite().all())
-
-
-def _numbers(array: np.ndarray) -> str:
-    numbers = "floating-point numbers" if array.dtype.kind == "f" else str(array.dtype)
-    return f"{numbers} of {'two channels' if array.ndim == 2 else 'one channel'}"
 
 
 def _kind(question: Any) -> str:

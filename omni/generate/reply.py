@@ -23,24 +23,25 @@ from omni.text import Tokenizer
 
 
 class StopText:
-    """Takes a text piece by piece and returns the part before the first stop string (`found`); characters that may be the start
-    of one are held back until more is known. `characters` were returned so far."""
+    """Returns a text, piece by piece, up to its first stop string.
+
+    Characters that may begin one are held back. `stopped`: it came; `characters`: number of those that were returned."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self.stops = tuple(stops)
-        self.found = False
+        self.stopped = False
         self.characters = 0
         self._held = ""
 
     def push(self, text: str) -> str:
         """Take the next piece; returns the text that is now certain, maybe none."""
-        if self.found:
+        if self.stopped:
             return ""
         text, self._held = self._held + text, ""
-        places = [place for place in map(text.find, self.stops) if place >= 0]
-        if places:
-            self.found = True
-            return self._give(text[: min(places)])
+        offsets = [offset for offset in map(text.find, self.stops) if offset >= 0]
+        if offsets:
+            self.stopped = True
+            return self._give(text[: min(offsets)])
         kept = max((_overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - kept :]
         return self._give(text[: len(text) - kept])
@@ -243,7 +244,7 @@ class Reply:
         return Logprobs(tuple(self._text_logprobs[:tokens]), codes if self.task.audio else None)
 
     def _say(self, events: list[Event], text: str) -> None:
-        if self._stop.found:  # of the text's tokens only those before the stop string stay
+        if self._stop.stopped:  # of the text's tokens only those before the stop string stay
             self.reason = "stop"
             del self.text.ids[self.text.tokens_of(self._stop.characters) :]
         if text and self.task.audio:

@@ -118,7 +118,7 @@ class RowState:
     """The state of B rows, which are empty at first.
 
     Attributes:
-        column: what each row is fed next, [B, K]; position: where, [B], -1 for nowhere.
+        column: fed next, [B, K]; position: of that column, [B], -1 for none.
         partner: row whose text each takes, [B]; number: of its adapters and edits, from 1, 0 for none, [B].
         resting: rows between those of a step that are not fed, [B].
         packed, wide: results of the newest step, [B, K + A + 7], and with log-probabilities [B, K + A + 7 + K].
@@ -154,14 +154,14 @@ class RowState:
 
     # --- rows come and go ---------------------------------------------------------------------------------------------
 
-    def begin(self, slots: Sequence[int], starts: Sequence[Start], numbers: Sequence[int]) -> None:
-        """Write the starts of answers into rows. `numbers`: of their adapters and edits."""
+    def begin(self, slots: Sequence[int], starts: Sequence[Start], selections: Sequence[int]) -> None:
+        """Write the starts of answers into rows. `selections`: numbers of their adapters and edits."""
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
         partners = [slot if s.partner is None else s.partner for slot, s in zip(slots, starts, strict=True)]
         drawn = self.sampler.prepare(slots, [s.settings for s in starts], [s.key for s in starts])
         of_cursor = [getattr(fresh, name) for name in Cursor.TENSORS]
-        own = [s.position for s in starts], partners, list(numbers)
-        self._staging.write(slots, [*(torch.tensor(one) for one in own), *of_cursor, *drawn])
+        own = [s.position for s in starts], partners, list(selections)
+        self._staging.write(slots, [*(torch.tensor(values) for values in own), *of_cursor, *drawn])
 
     @torch.inference_mode()
     def empty(self, slot: int) -> None:
@@ -289,10 +289,10 @@ class RowState:
         """The cursor's tensors with its constants, and the state's, which stay where they are; on a CPU."""
         cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
         state = [self.column, self.position, self.packed]
-        return [one.numpy() for one in (*cursor, *self.cursor.constants)], [one.numpy() for one in state]
+        return [tensor.numpy() for tensor in (*cursor, *self.cursor.constants)], [tensor.numpy() for tensor in state]
 
     def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, nonfinite: Tensor) -> None:
-        """The same on any device, which is not waited for."""
+        """`_push` on any device, without waiting for it."""
         cursor = self.cursor.select(rows)
         broken = (cursor.needs_audio & nonfinite[0]) | (cursor.needs_text & nonfinite[1])
         after, push = cursor.push(sampled)

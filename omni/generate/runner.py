@@ -102,11 +102,11 @@ def coming(starts: Sequence[Start], visible: Sequence[int]) -> Iterator[list[Run
             RunnerRow(slot, max(seen, 1) - 1, s.text and text, s.audio and audio, s.partner, s.selection, logprobs=s.logprobs)
             for slot, s in enumerate(starts[:count])
         ]
-        found = [row if row.needs_text or row.needs_audio else None for row in rows]
-        while found and found[-1] is None:
-            found.pop()
-        if found:
-            yield found
+        stepped = [row if row.needs_text or row.needs_audio else None for row in rows]
+        while stepped and stepped[-1] is None:
+            stepped.pop()
+        if stepped:
+            yield stepped
 
 
 P = ParamSpec("P")
@@ -183,12 +183,12 @@ class Runner:
             hidden: hidden state of each prompt's last column, [B, 1, W].
             starts: one per slot.
         """
-        rows, numbers = [], []
+        rows, selections = [], []
         for n, s in zip(slots, starts, strict=True):
             rows.append(RunnerRow(n, s.position, s.text, s.audio, s.partner, s.selection, logprobs=s.logprobs))
-            numbers.append(self._numbered(s.selection))
+            selections.append(self._numbered(s.selection))
             self.rows[n] = rows[-1]
-        self.state.begin(slots, starts, numbers)
+        self.state.begin(slots, starts, selections)
         plan = self._plan(rows, tuple(slots))
         self.state.write(plan, hidden, self.model.decoder)
         self._record(plan, rows)
@@ -207,9 +207,9 @@ class Runner:
 
     def _forget(self) -> None:
         """Drop the numbers and captured graphs of adapters and edits that the model no longer has."""
-        there = attached_names(self.model)
-        self._selection = [selection for selection in self._selection if there.issuperset(all_names([selection]))]
-        self._graphs.keep(lambda plan: there.issuperset({*plan.everywhere, *all_names(plan.selection)}))
+        names = attached_names(self.model)
+        self._selection = [selection for selection in self._selection if names.issuperset(all_names([selection]))]
+        self._graphs.keep(lambda plan: names.issuperset({*plan.everywhere, *all_names(plan.selection)}))
 
     def leave(self, row: RunnerRow) -> None:
         """Free the row's slot; the content of the cache stays."""
@@ -295,7 +295,7 @@ class Runner:
         mode = Mode()
         used = {row.selection for row in chosen}
         mixed = len(used) > 1
-        selection = tuple(self._selection) if mixed else tuple(one for one in used if one is not None)
+        selection = tuple(self._selection) if mixed else tuple(each for each in used if each is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
         edits = active_edits(self.model)
         logprobs = any(row.logprobs for row in chosen)

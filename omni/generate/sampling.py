@@ -222,7 +222,7 @@ def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
 
 
 def note_broken(hidden: Tensor, logits: Array, out: Array) -> None:
-    """The same in float32 on a CPU, written to `out` [B]; hidden [B, 1, W], logits [B, V]."""
+    """`broken_rows` in float32 on a CPU, written to `out` [B]; hidden [B, 1, W], logits [B, V]."""
     compiled.broken(np.ascontiguousarray(hidden.numpy()[:, -1]), np.ascontiguousarray(logits), out)
 
 
@@ -274,10 +274,10 @@ class Sampler:
             if self.seen is not None:
                 self.seen[row].fill_(False)
         top_k = [[s.top_k if s.top_k < n else 0 for s, n in zip(own, sizes, strict=True)] for own in settings]
-        numbers = (
+        floats = (
             [[getattr(s, name) for s in own] for own in settings] for name in ("temperature", "top_p", "repetition_penalty")
         )
-        temperature, top_p, penalty = (torch.tensor(each, dtype=torch.float32) for each in numbers)
+        temperature, top_p, penalty = (torch.tensor(each, dtype=torch.float32) for each in floats)
         return [torch.tensor(keys), temperature, torch.tensor(top_k), top_p, penalty]
 
     def see(self) -> Tensor:

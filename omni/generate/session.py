@@ -133,11 +133,11 @@ class Session(Conversation[Running]):
         with ExitStack() as held:
             held.enter_context(kept(self.model, [self._selection]))
             active = selection_of(self.model, [self._selection])  # its adapter may have been removed since
-            layout, options, kind = self.model.layout, self.options, asked.task
-            frames, most = options.limits(kind, self.codec, layout.max_delay)
+            layout, options, task = self.model.layout, self.options, asked.task
+            frames, most = options.limits(task, self.codec, layout.max_delay)
             codec = self.codec if self._sound else None
             limits = Limits(frames, most, options.stops, options.max_silence)
-            reply = Reply(layout, kind, self.tokenizer, codec, limits, self.time)
+            reply = Reply(layout, task, self.tokenizer, codec, limits, self.time)
             with self._lock:
                 seat = self._open()
                 self._commit(self._last)  # once more: another thread may have asked meanwhile
@@ -154,8 +154,8 @@ class Session(Conversation[Running]):
                 key = seed_key(options.seed, self._asked) if seed is None else seed_key(seed)
                 self._asked += 1
                 fork = None
-                if options.text_assist and kind.text and kind.audio:
-                    fork = prompt(layout, replace(exchange.turn, task=find_writer(kind))).tokens[:, -1]
+                if options.text_assist and task.text and task.audio:
+                    fork = prompt(layout, replace(exchange.turn, task=find_writer(task))).tokens[:, -1]
                 position, selection = len(keys) - 1, self._selection
                 running = Running(
                     exchange=exchange,
@@ -166,7 +166,7 @@ class Session(Conversation[Running]):
                     reply=reply,
                     codec=codec,
                     seat=seat,
-                    start=Start(kind.text, kind.audio, position, self.settings, key, None, selection, options.logprobs),
+                    start=Start(task.text, task.audio, position, self.settings, key, None, selection, options.logprobs),
                     release=held.pop_all().close,
                     clock=clock or Clock(),
                     fork=fork,
@@ -224,7 +224,7 @@ class Session(Conversation[Running]):
 
     @property
     def sample_rate(self) -> int:
-        """Of the answers' sound, in Hz; 0 without a codec."""
+        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
         return 0 if self.codec is None else self.codec.sample_rate
 
     def whole(self, events: Iterable[Event], running: Running | None) -> Answer:
@@ -262,9 +262,9 @@ class Session(Conversation[Running]):
 
     def __repr__(self) -> str:
         seat, turns = self._seat, len(self._past)
-        place = "closed" if seat is None else f"{len(seat.held.keys)} of {seat.limit} positions"
+        state = "closed" if seat is None else f"{len(seat.held.keys)} of {seat.limit} positions"
         adapter = f", adapter={self.options.adapter!r}" if self.options.adapter else ""
-        return f"Session({turns} turn{'' if turns == 1 else 's'}, {place}{adapter})"
+        return f"Session({turns} turn{'' if turns == 1 else 's'}, {state}{adapter})"
 
     def close(self) -> None:
         """End the session and free its slot; from any thread. An answer under way is cancelled: its iterator ends with

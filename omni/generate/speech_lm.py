@@ -65,20 +65,20 @@ def load_model(
     chunk_ms: int | None = None,
 ) -> LoadedFolder:
     """The parts of a model folder, ready to answer; arguments and errors are those of `SpeechLM.from_pretrained`."""
-    place, numbers = find_device(device, quantize), find_dtype(dtype)
-    check_quantize(quantize, str(place))
+    target, weights_dtype = find_device(device, quantize), find_dtype(dtype)
+    check_quantize(quantize, str(target))
     check_kernels(kernels)
     starting = threading.Thread(target=compiled.start)
-    if kernels == "measured" and place.type == "cpu":
+    if kernels == "measured" and target.type == "cpu":
         starting.start()  # beside the reading, so that the first question does not wait for it
-    loaded = load_folder(folder, device=place, dtype=numbers, quantize=quantize, codec_folder=codec_folder, mute=True)
+    loaded = load_folder(folder, device=target, dtype=weights_dtype, quantize=quantize, codec_folder=codec_folder, mute=True)
     loaded.model.eval()
     if chunk_ms is not None:
         loaded.model.set_chunk(chunk_ms)
-    if kernels == "measured" and place.type == "cpu":
-        serve_measured(loaded.model, numbers is None)
+    if kernels == "measured" and target.type == "cpu":
+        serve_measured(loaded.model, weights_dtype is None)
         starting.join()
-    elif kernels == "measured" and place.type == "cuda":
+    elif kernels == "measured" and target.type == "cuda":
         fuse(loaded.model.decoder)
     if is_int8(loaded.model):
         prepare()
@@ -208,7 +208,7 @@ class SpeechLM(Sessions[Session]):
 
     @property
     def sample_rate(self) -> int:
-        """Of the answers' sound, in Hz; 0 without a codec."""
+        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
         return 0 if self.codec is None else self.codec.sample_rate
 
     @property

@@ -97,16 +97,16 @@ class SpeechTime:
 
     def durations(self, text: str, reader: CharacterReader | None = None) -> list[float]:
         """Seconds of each character of a text, or of the next piece of a text that `reader` classifies."""
-        return [self.seconds[kind] for kind in (reader or CharacterReader()).classes(text)]
+        return [self.seconds[name] for name in (reader or CharacterReader()).classes(text)]
 
     def plain(self) -> dict[str, Any]:
         """Plain data for the model folder, rounded to tenths of a millisecond."""
         return {"version": VERSION, "seconds": {name: round(value, 4) for name, value in self.seconds.items()}}
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any], place: str) -> SpeechTime:
+    def read(cls, extra: Mapping[str, Any], where: str) -> SpeechTime:
         """Read the estimate in a model folder's `extra`, or the default where there is none. UserError: the entry is not
-        what `plain` writes; `place` is named."""
+        in the form of `plain`; `where` is named."""
         if EXTRA not in extra:
             return cls()
         stored = extra[EXTRA]
@@ -117,7 +117,7 @@ class SpeechTime:
             good = False
         if not good:
             raise UserError(
-                f"{place}: extra: {EXTRA} is {repr(stored)[:80]}; it must hold version {VERSION} and the seconds of "
+                f"{where}: extra: {EXTRA} is {repr(stored)[:80]}; it must hold version {VERSION} and the seconds of "
                 f"{', '.join(DEFAULT)}; fetch or save the folder again"
             )
         return cls(seconds)
@@ -136,8 +136,8 @@ def estimate(spoken: Iterable[tuple[str, float]]) -> SpeechTime | None:
     rows = [(text, seconds) for text, seconds in spoken if text.strip() and 0 < seconds < math.inf]
     if not rows:
         return None
-    found = [Counter(CharacterReader().classes(text.strip())) for text, _ in rows]
-    counts = torch.tensor([[1.0, *(one[name] for name in DEFAULT)] for one in found], dtype=torch.float64)
+    counters = [Counter(CharacterReader().classes(text.strip())) for text, _ in rows]
+    counts = torch.tensor([[1.0, *(counter[name] for name in DEFAULT)] for counter in counters], dtype=torch.float64)
     seconds = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
     default = torch.tensor([0.0, *DEFAULT.values()], dtype=torch.float64)
     default *= (seconds.sum() / (counts @ default).sum()).clamp(0.1, 10)
@@ -232,7 +232,7 @@ def heard_characters(
     """
     if end is not None and played >= end:
         return len(text)
-    times = place(text, time, speech, end)
+    times = align_text(text, time, speech, end)
     heard = 0
     for first, last in words(text):
         if (times[first] + times[last]) / 2 > played:
@@ -244,40 +244,42 @@ def heard_characters(
 def words(text: str) -> list[tuple[int, int]]:
     """Start and end (exclusive) of each word in the text. A character of a script without spaces is a word."""
     out: list[tuple[int, int]] = []
-    for found in re.finditer(r"\S+", text):
-        start = found.start()
-        for i in range(found.start() + 1, found.end()):
+    for match in re.finditer(r"\S+", text):
+        start = match.start()
+        for i in range(match.start() + 1, match.end()):
             if is_wide(text[i]):
                 out.append((start, i))
                 start = i
-        out.append((start, found.end()))
+        out.append((start, match.end()))
     return out
 
 
-def place(text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None) -> list[float]:
+def align_text(
+    text: str, time: SpeechTime, speech: Sequence[tuple[float, float]] = (), end: float | None = None
+) -> list[float]:
     """Times at which each character starts, and the last one ends: one more than there are characters, never decreasing.
 
     Arguments as for `heard_characters`.
     """
-    kinds = CharacterReader().classes(text)
-    starts = [0.0, *accumulate(time.seconds[kind] for kind in kinds)]
+    classes = CharacterReader().classes(text)
+    starts = [0.0, *accumulate(time.seconds[name] for name in classes)]
     length = starts[len(text.rstrip())]  # a space after the last word is not spoken
     start = speech[0][0] if speech else 0.0
     if end is not None and length > 0:
         pace = max(end - start, 0.0) / length
         starts = [pace * t for t in starts]
     starts = [start + t for t in starts]
-    places = [i for i, kind in enumerate(kinds[: len(text.rstrip())]) if kind in PAUSES and time.seconds[kind] >= _PAUSE]
-    marks = [(starts[i], starts[i + 1], _SKIP[kinds[i]]) for i in places]
-    pauses = [(one[1], two[0]) for one, two in pairwise(speech)]
+    indices = [i for i, name in enumerate(classes[: len(text.rstrip())]) if name in PAUSES and time.seconds[name] >= _PAUSE]
+    marks = [(starts[i], starts[i + 1], _SKIP[classes[i]]) for i in indices]
+    pauses = [(before[1], after[0]) for before, after in pairwise(speech)]
     known, last = [(start, start)], -1
     for last, pause in matched(start, marks, pauses):
         known += [(marks[last][0], pauses[pause][0]), (marks[last][1], pauses[pause][1])]
     if end is not None:
         known.append((max(starts[len(text.rstrip())], known[-1][0]), max(end, known[-1][1])))
     elif speech:  # the next mark with a long pause: its pause may not have been spoken yet
-        for i in places[last + 1 :]:
-            if time.seconds[kinds[i]] >= _WAIT:
+        for i in indices[last + 1 :]:
+            if time.seconds[classes[i]] >= _WAIT:
                 reached = _between(known, starts[i])
                 latest = reached + _PATIENCE * _error(starts[i] - known[-1][0])
                 if reached < speech[-1][1]:
@@ -306,7 +308,7 @@ def matched(
                         guess = mark[0] - (marks[i][1] if i >= 0 else start)
                         real = pause[0] - (pauses[j][1] if j >= 0 else start)
                         cost = (guess - real) ** 2 / (2 * _error(guess) ** 2)
-                        cost += sum(one[2] for one in marks[i + 1 : m]) + _SKIP_PAUSE * (p - 1 - j)
+                        cost += sum(skipped[2] for skipped in marks[i + 1 : m]) + _SKIP_PAUSE * (p - 1 - j)
                         ways.append((best[i, j][0] + cost, (i, j)))
             if ways:
                 best[m, p] = min(ways)

@@ -60,14 +60,14 @@ class TurnListener:
 
     @classmethod
     def of(cls, model: SpeechModel) -> TurnListener:
-        """Those of a model; UserError where it has no turn head."""
+        """The listener of a model; UserError where it has no turn head."""
         if model.turn_head is None:
             raise UserError("the model has no turn head: train one with model.turn (and encoder.mode chunked)")
         return cls(model.encoder, model.turn_head)
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> TurnListener | None:
-        """Those of a model folder in float32, its other weights left unread; None where it has no turn head."""
+        """The listener of a model folder in float32, its other weights left unread; None where it has no turn head."""
         config = read_config(folder)
         if not config.turn:
             return None
@@ -88,7 +88,7 @@ class TurnListener:
 class TurnFrames:
     """Probabilities [T, 2] of voice and of end, of the first frames of a sound that is encoded elsewhere while it comes.
 
-    They may come late: what a frame says holds for its time in the sound, not for when it is known. `rate`: frames per
+    They may come late: a frame's probabilities hold for its time in the sound, not for when they are known. `rate`: frames per
     second of the sound."""
 
     def __init__(self, rate: float) -> None:
@@ -96,7 +96,7 @@ class TurnFrames:
         self.known = torch.zeros(0, 2)
 
     def put(self, first: int, new: Tensor) -> None:
-        """Those of the frames from `first` on are known."""
+        """Takes the probabilities of the frames from `first` on."""
         self.known = torch.cat([self.known[:first], new])
 
     def ended(self, second: float, voiced: float, rule: EndRule) -> bool:

@@ -192,8 +192,8 @@ class Adapters(nn.Module):
 
     def active_pairs(self) -> list[LowRank]:
         """Pairs of the adapters that act on every row."""
-        found = [self.pair(name) for name in self.active.names]
-        return [pair for pair in found if pair is not None]
+        pairs = [self.pair(name) for name in self.active.names]
+        return [pair for pair in pairs if pair is not None]
 
     def everywhere(self) -> list[Pair]:
         """Pairs of adapters and edits that act on rows without a selection of their own."""
@@ -220,9 +220,9 @@ class Adapters(nn.Module):
         if total is not None:
             total = choice.only(0, total)
         for number, selection in enumerate(choice.names, 1):
-            one = _total(self._of(selection), x)
-            if one is not None:
-                delta = choice.only(number, one)
+            added = _total(self._of(selection), x)
+            if added is not None:
+                delta = choice.only(number, added)
                 total = delta if total is None else total + delta
         return total
 
@@ -285,8 +285,8 @@ def linear_of(model: nn.Module, name: str) -> nn.Linear:
 def adapted(model: nn.Module) -> dict[str, Adapters]:
     """The adapters of each linear that has any, by the linear's name."""
     with CHANGING:
-        found = {name: getattr(part, "lora", None) for name, part in model.named_modules()}
-    return {name: part for name, part in found.items() if isinstance(part, Adapters)}
+        parts = {name: getattr(part, "lora", None) for name, part in model.named_modules()}
+    return {name: part for name, part in parts.items() if isinstance(part, Adapters)}
 
 
 def adapter_names(model: nn.Module) -> list[str]:
@@ -318,7 +318,7 @@ def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear
             f"lora.targets: {TEXT_HEAD} is no linear here: this model's head is its text embedding; leave it out, or part them "
             "first (tie_text false)"
         )
-    chosen = match_names(patterns, list(linears), "lora.targets", what="linear")
+    chosen = match_names(patterns, list(linears), "lora.targets", noun="linear")
     return {name: part for name, part in linears.items() if name in chosen}
 
 
@@ -339,7 +339,7 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
                 "own, where they part: omni-train convert MODEL TARGET --lora ADAPTER"
             )
         if target not in linears:
-            match_names([target], list(linears), f"adapter {name!r}", what="linear")
+            match_names([target], list(linears), f"adapter {name!r}", noun="linear")
         linear = linears[target]
         (outputs, rank), inputs = pair.b.shape, pair.a.shape[1]
         if not fits(target, (outputs, inputs), (linear.out_features, linear.in_features)):
@@ -351,10 +351,10 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
             pair.b = nn.Parameter(torch.cat([pair.b.detach(), pair.b.new_zeros(linear.out_features - outputs, rank)]))
     active = next((part.active for part in present.values()), Active())
     for target, pair in pairs.items():
-        place: Any = linears[target]
+        host: Any = linears[target]
         if target not in present:
-            _add_hook(place, active)
-        place.lora.add_module(name, pair.train(place.training))
+            _add_hook(host, active)
+        host.lora.add_module(name, pair.train(host.training))
     active.names = (*active.names, name)
 
 
@@ -405,10 +405,10 @@ def attach_pairs(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None
     present = adapted(model)
     active = next((part.active for part in present.values()), Active())
     for target, pair in pairs.items():
-        place: Any = linear_of(model, target)
+        linear: Any = linear_of(model, target)
         if target not in present:
-            _add_hook(place, active)
-        place.lora.attached = {**place.lora.attached, name: pair}
+            _add_hook(linear, active)
+        linear.lora.attached = {**linear.lora.attached, name: pair}
 
 
 @_alone
@@ -458,8 +458,8 @@ def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.d
         return None
     if len(wanted) == 1 and None not in rows:
         return Selection((wanted[0],))
-    numbers = [0 if selection is None else wanted.index(selection) + 1 for selection in rows]
-    return Selection(tuple(wanted), to_device(torch.tensor(numbers), torch.device(device)))
+    indices = [0 if selection is None else wanted.index(selection) + 1 for selection in rows]
+    return Selection(tuple(wanted), to_device(torch.tensor(indices), torch.device(device)))
 
 
 def _adapters_in(rows: Sequence[RowSelection]) -> list[str]:
@@ -474,10 +474,10 @@ def attached_names(model: nn.Module) -> set[str]:
 
 def check_known(model: nn.Module, names: Sequence[str]) -> None:
     """Refuse a name that no adapter has (UserError)."""
-    there = adapter_names(model) if names else []  # to look for them takes a tenth of a step of a small model
+    known = adapter_names(model) if names else []  # to look for them takes a tenth of a step of a small model
     for name in names:
-        if name not in there:
-            raise UserError(f"there is no adapter {name!r}; the model's adapters are {', '.join(there) or 'none'}")
+        if name not in known:
+            raise UserError(f"there is no adapter {name!r}; the model's adapters are {', '.join(known) or 'none'}")
 
 
 def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -493,8 +493,8 @@ def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | Non
     return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.b for pair in pairs], dim=1)
 
 
-def fits(name: str, given: Sequence[int], own: Sequence[int]) -> bool:
+def fits(name: str, stored: Sequence[int], own: Sequence[int]) -> bool:
     """Whether a stored tensor can be used as the model's: it has its shape, or, for text tables and heads, fewer rows (the
     model then keeps its own rows for the ids that it was grown by)."""
-    text = "text_" in name and len(given) == 2 == len(own)
-    return tuple(given) == tuple(own) or (text and given[0] < own[0] and given[1] == own[1])
+    text = "text_" in name and len(stored) == 2 == len(own)
+    return tuple(stored) == tuple(own) or (text and stored[0] < own[0] and stored[1] == own[1])

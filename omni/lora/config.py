@@ -29,8 +29,8 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         if not self.targets or isinstance(self.targets, str):
-            given = f"the text {self.targets!r}" if self.targets else "empty"
-            raise UserError(f"lora.targets is {given}; give a list of names of linears, such as ['decoder.blocks.*']")
+            content = f"the text {self.targets!r}" if self.targets else "empty"
+            raise UserError(f"lora.targets is {content}; give a list of names of linears, such as ['decoder.blocks.*']")
         check_fields(self, "lora")
 
     @property

@@ -59,7 +59,7 @@ REFUSED = {
     "velora_config": "VeLoRA",
     "kasa_config": "KaSA",
 }
-"""Settings of PEFT that change what an adapter computes, with a name for the error."""
+"""Settings of PEFT that change an adapter's computation, with a name for the error."""
 
 
 def recognise(path: Path) -> bool:
@@ -107,10 +107,10 @@ def save_adapter(
     known = {CHECKSUM: weights.base, TEXT_ROWS: weights.text_rows}
     notes = {key: str(value) for key, value in known.items() if value is not None}
     settings = _settings(weights.config, pairs, sorted(modules), base)
-    with replacing_folder(target, sum(t.nbytes for t in tensors.values())) as place:
+    with replacing_folder(target, sum(t.nbytes for t in tensors.values())) as staging:
         return {
-            WEIGHTS: write_safetensors(place / WEIGHTS, {name: Lazy.of(t) for name, t in tensors.items()}, notes=notes),
-            CONFIG: write_file(place / CONFIG, (json.dumps(settings, indent=2) + "\n").encode()),
+            WEIGHTS: write_safetensors(staging / WEIGHTS, {name: Lazy.of(t) for name, t in tensors.items()}, notes=notes),
+            CONFIG: write_file(staging / CONFIG, (json.dumps(settings, indent=2) + "\n").encode()),
         }
 
 
@@ -157,7 +157,7 @@ def _settings(
 
 
 def _divisor(config: LoRAConfig, a: Tensor) -> float:
-    """What alpha is divided by for the scale of a pair, of A [r, in]."""
+    """The divisor of alpha that gives a pair's scale, by its A [r, in]."""
     return math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0]
 
 
@@ -170,12 +170,12 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
     path = Path(folder)
     check_folder(path)
     settings = read_json(path / CONFIG)
-    kind = settings.get("peft_type")
-    if kind != "LORA":
-        raise UserError(f"{path / CONFIG}: peft_type is {kind!r}; only LORA is known here")
-    for key, what in REFUSED.items():
+    peft_type = settings.get("peft_type")
+    if peft_type != "LORA":
+        raise UserError(f"{path / CONFIG}: peft_type is {peft_type!r}; only LORA is known here")
+    for key, feature in REFUSED.items():
         if settings.get(key):
-            raise UserError(f"{path / CONFIG}: {key} is {settings[key]!r} ({what}), which is not known here")
+            raise UserError(f"{path / CONFIG}: {key} is {settings[key]!r} ({feature}), which is not known here")
     start = settings.get("init_lora_weights")
     if isinstance(start, str) and start not in PLAIN_STARTS:
         raise UserError(
@@ -188,8 +188,8 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
     tensors = {name: lazy() for name, lazy in read_safetensors(path / WEIGHTS).items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-            what = "values that are not finite" if tensor.is_floating_point() else f"the type {tensor.dtype}"
-            raise UserError(f"{path / WEIGHTS}: {name} has {what}; make the adapter again")
+            problem = "values that are not finite" if tensor.is_floating_point() else f"the type {tensor.dtype}"
+            raise UserError(f"{path / WEIGHTS}: {name} has {problem}; make the adapter again")
     pairs, whole, copies = _sort(tensors, config, settings, path)
     modules = settings.get("modules_to_save") or ()
     unnamed = frozenset(n for n in whole if not any(_matches(re.escape(our_name(m)), n.rpartition(".")[0]) for m in modules))
@@ -228,9 +228,9 @@ def _sort(
     whole: dict[str, Tensor] = {}
     copies = set[str]()
     for full, tensor in tensors.items():
-        found = re.fullmatch(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight", full.removeprefix(PREFIX))
-        if found is not None:
-            halves.setdefault(found[1], {})[found[2]] = tensor
+        match = re.fullmatch(r"(.+)\.lora_([AB])(?:\.\w+)?\.weight", full.removeprefix(PREFIX))
+        if match is not None:
+            halves.setdefault(match[1], {})[match[2]] = tensor
         elif "lora_" in full:
             raise UserError(f"{path / WEIGHTS}: {full} is of a kind of LoRA that is not known here")
         else:
@@ -293,11 +293,11 @@ def merged(model: Foreign, folder: Path) -> Foreign:
     tensors = dict(model.tensors)
     for name in weights.pairs:
         if f"{name}.weight" not in tensors:
-            raise UserError(f"{folder}: the adapter adds to {name}, which {model.place} does not have; it is another model's")
+            raise UserError(f"{folder}: the adapter adds to {name}, which {model.path} does not have; it is another model's")
     check_base(weights, lambda name: model.tensors[f"{name}.weight"](), str(folder))
     for name, tensor in weights.whole.items():
         if name not in tensors or not fits(name, tensor.shape, tensors[name].shape):
-            raise UserError(f"{folder}: {name} {list(tensor.shape)} does not fit {model.place}; it is another model's")
+            raise UserError(f"{folder}: {name} {list(tensor.shape)} does not fit {model.path}; it is another model's")
         tensors[name] = _first_rows(Lazy.of(tensor).to(tensors[name].dtype, name), tensors[name])
     for name, (a, b, scale) in weights.pairs.items():
         tensors[f"{name}.weight"] = _with(tensors[f"{name}.weight"], a, b, scale, f"{folder}: {name}")
@@ -315,16 +315,16 @@ def _parted(model: Foreign, weights: AdapterWeights) -> Foreign:
     return replace(model, tensors=tensors, config=replace(config, decoder=replace(config.decoder, tie_text=False)))
 
 
-def _first_rows(given: Lazy, own: Lazy) -> Lazy:
-    """Replaces the first rows of `own` by `given`; further rows stay."""
-    return given if given.shape == own.shape else joined([given, own.rows(given.length, own.length)])
+def _first_rows(first: Lazy, own: Lazy) -> Lazy:
+    """Replaces the first rows of `own` by `first`; further rows stay."""
+    return first if first.shape == own.shape else joined([first, own.rows(first.length, own.length)])
 
 
-def _with(weight: Lazy, a: Tensor, b: Tensor, scale: float, what: str) -> Lazy:
+def _with(weight: Lazy, a: Tensor, b: Tensor, scale: float, name: str) -> Lazy:
     """weight + scale * B A, row by row; rows that B lacks (ids that a head was grown by) stay."""
     rows, columns = weight.shape
-    if not fits(what, (b.shape[0], a.shape[1]), (rows, columns)):
-        raise UserError(f"{what} goes from {a.shape[1]} to {b.shape[0]} features, the model's from {columns} to {rows}")
+    if not fits(name, (b.shape[0], a.shape[1]), (rows, columns)):
+        raise UserError(f"{name} goes from {a.shape[1]} to {b.shape[0]} features, the model's from {columns} to {rows}")
 
     def read(start: int, stop: int) -> Tensor:
         own = weight.read(start, stop)

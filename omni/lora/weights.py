@@ -61,7 +61,7 @@ def _merged_weights(model: nn.Module) -> dict[str, Callable[[Mapping[str, Tensor
             assert part is not None
             pair = part.pair(name)
             if pair is not None:
-                down, up = (state[f"{target}.lora.{name}.{which}"].float().to(total.device) for which in "ab")
+                down, up = (state[f"{target}.lora.{name}.{half}"].float().to(total.device) for half in "ab")
                 total = total + (up @ down) * pair.scale
         return total.to(own.dtype)
 
@@ -93,7 +93,7 @@ class AdapterWeights:
     copies: frozenset[str] = frozenset()
 
     def to(self, dtype: torch.dtype) -> AdapterWeights:
-        """The same with its tensors in another number format."""
+        """A copy with its tensors in another number format."""
         pairs = {name: (a.to(dtype), b.to(dtype), scale) for name, (a, b, scale) in self.pairs.items()}
         return replace(self, pairs=pairs, whole={name: tensor.to(dtype) for name, tensor in self.whole.items()})
 
@@ -117,16 +117,16 @@ def weights_of(
         whole: parameters that were trained beside it.
         base: see `AdapterWeights`.
     """
-    found = {target: pair for target, part in adapted(model).items() if (pair := part.pair(DEFAULT)) is not None}
-    if not found:
+    added = {target: pair for target, part in adapted(model).items() if (pair := part.pair(DEFAULT)) is not None}
+    if not added:
         check_known(model, [DEFAULT])
-    first = next(iter(found.values()))
-    stabilized = all(pair.stabilized for pair in found.values())
+    first = next(iter(added.values()))
+    stabilized = all(pair.stabilized for pair in added.values())
     alpha = first.scale * (math.sqrt(first.rank) if stabilized else first.rank)
-    config = LoRAConfig(tuple(found), first.rank, alpha, first.dropout.p, stabilized)
+    config = LoRAConfig(tuple(added), first.rank, alpha, first.dropout.p, stabilized)
     pairs = {
         target: (state[f"{target}.lora.{DEFAULT}.a"], state[f"{target}.lora.{DEFAULT}.b"], pair.scale)
-        for target, pair in found.items()
+        for target, pair in added.items()
     }
     partial = frozenset(key for key in whole if not _is_complete(model, key.rpartition(".")[0], whole))
     return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base, text_rows_of(model), partial)

@@ -47,8 +47,8 @@ class PackedRows(NamedTuple):
 
 def multiplied_in(x: Tensor) -> torch.dtype:
     """The number format of products of x with weights: autocast's, where it is on, or x's own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 def takes_packed(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:

@@ -106,11 +106,11 @@ class Decoder(nn.Module):
             # one after another on a GPU (6.2 ms instead of 0.35 in 8,192 columns on an H200).
             padded = torch.cat([features, features.new_zeros(1, features.shape[1])])
             index = torch.where(feature_index >= 0, feature_index, len(features))
-            given = F.embedding(index, padded, padding_idx=len(features)).to(audio.dtype)
+            placed = F.embedding(index, padded, padding_idx=len(features)).to(audio.dtype)
             if self.layout.features == "replace":
-                x = self._combine(torch.where(here, a * given, audio) + text)
+                x = self._combine(torch.where(here, a * placed, audio) + text)
             else:
-                x = self._combine(audio + text) + torch.where(here, given, 0)
+                x = self._combine(audio + text) + torch.where(here, placed, 0)
             return x
         return self._combine(audio + text)
 
@@ -131,8 +131,8 @@ class Decoder(nn.Module):
     ) -> Hidden:
         """Hidden states of columns; see `SpeechModel.forward`."""
         if (input_pos is None) != (cache is None):
-            given, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
-            raise ValueError(f"{given} was given without {absent}: give both to generate over a cache, or neither to train")
+            present, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
+            raise ValueError(f"{present} was given without {absent}: give both to generate over a cache, or neither to train")
         if input_pos is not None and isinstance(cache, KVCache) and positions is None:
             stepped = self._step(self, tokens, features, feature_index, input_pos, cache)
             if stepped is not None:
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         return run_block(block, self.checkpointing if cache is None else False, x, rope, mask, cache, layer)
 
     def step_shape(self) -> StepShape | None:
-        """What a step of its blocks is called in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
+        """Key of a step of its blocks in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
         return step_shape(self.blocks[0]) if len(self.blocks) else None
 
     # --- heads -----------------------------------------------------------------------------------------------------

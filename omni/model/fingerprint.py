@@ -1,4 +1,4 @@
-"""A quick look at whether what is beneath a module has changed; a whole look takes as long as a small model's block."""
+"""Tells quickly whether a module's parts have changed; a whole comparison takes as long as a small model's block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Fingerprint:
     """The modules and parameters beneath a module, itself among them.
 
     Attributes:
-        weights: those that were there.
+        weights: the parameters that it had.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -19,7 +19,7 @@ class Fingerprint:
         self.weights = [p for part in modules for p in own_parameters(part).values() if p is not None]
         self._children = [(children(part), [*children(part).values()]) for part in modules]
         self._own = [(own_parameters(part), [*map(id, own_parameters(part).values())]) for part in modules]
-        self._places = [weight.data_ptr() for weight in self.weights]
+        self._addresses = [weight.data_ptr() for weight in self.weights]
         self._hooks = [hooks for part in modules for hooks in forward_hooks(part)]
 
     def same(self) -> bool:
@@ -27,7 +27,7 @@ class Fingerprint:
         return (
             all([*now.values()] == before for now, before in self._children)
             and all([*map(id, now.values())] == before for now, before in self._own)
-            and [weight.data_ptr() for weight in self.weights] == self._places
+            and [weight.data_ptr() for weight in self.weights] == self._addresses
         )
 
     def has_forward_hooks(self) -> bool:

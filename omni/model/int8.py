@@ -3,7 +3,7 @@
     n = max |x| of a row        u = floor(x * 127 / n + 1/2)        y = (u @ W^T) * scale * n / 127 + bias        u, W: int8
 
 A norm's factor of a row cancels in u, so it is put into the row's scale instead of the row (`Normed`).
-Sums of products of two int8 are exact in int32, so a row's product is bitwise the same in any company of rows. The product is
+Sums of products of two int8 are exact in int32, so a row's product is bitwise the same in any batch of rows. The product is
 oneDNN's, through PyTorch's `onednn.qlinear_prepack` and `onednn.qlinear_pointwise` (their use:
 `torch/_inductor/quantized_lowerings.py`); where these are missing or not exact (a processor without VNNI), a compiled one
 takes their place, with the same sums.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ def together(x: Tensor | Normed, *linears: nn.Module) -> Tensor | None:
     if hooks:
         whole = x.whole() if isinstance(x, Normed) else x
         each = out.split([part.out_features for part in parts], -1)
-        out = torch.cat([part(whole, product=one) for part, one in zip(parts, each, strict=True)], -1)
+        out = torch.cat([part(whole, product=own) for part, own in zip(parts, each, strict=True)], -1)
     return out
 
 
@@ -168,11 +168,11 @@ def packed_of(linears: tuple[Int8Linear, ...]) -> Packed:
 def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
     packed = packed_of(linears)
     if isinstance(x, Normed):
-        given, rows = x.x, x.rounded()
+        source, rows = x.x, x.rounded()
     else:
-        given, rows = x, rounded(_float(x).reshape(-1, linears[0].in_features))
-    out = product_of(rows, packed).view(*given.shape[:-1], packed.scale.shape[0])
-    return out if out.dtype == given.dtype else out.to(given.dtype)
+        source, rows = x, rounded(_float(x).reshape(-1, linears[0].in_features))
+    out = product_of(rows, packed).view(*source.shape[:-1], packed.scale.shape[0])
+    return out if out.dtype == source.dtype else out.to(source.dtype)
 
 
 def product_of(rows: Rounded, packed: Packed) -> Tensor:
@@ -219,7 +219,7 @@ def _pack(linears: Sequence[Int8Linear]) -> Packed:
     weight, scale = (torch.cat([getattr(part, name).detach() for part in linears]) for name in ("weight", "scale"))
     biases = [part.bias for part in linears]
     bias = None
-    if any(one is not None for one in biases):
+    if any(each is not None for each in biases):
         bias = torch.cat([scale.new_zeros(len(p.weight)) if p.bias is None else p.bias.detach().float() for p in linears])
     return Packed(_prepack(weight) if exact() else weight, scale / MOST, bias)
 
@@ -243,11 +243,11 @@ def rounded(rows: Tensor) -> Rounded:
     """
     count = rows.shape[0]
     largest = rows.abs().amax(1, keepdim=True)
-    numbers = torch.addcdiv(_middle(rows.shape[1]), rows, largest, value=MOST)
+    scaled = torch.addcdiv(_middle(rows.shape[1]), rows, largest, value=MOST)
     if count >= fewest():  # by way of int32, which takes a third of the time
-        return Rounded(numbers.to(torch.int32).to(torch.uint8), largest)
+        return Rounded(scaled.to(torch.int32).to(torch.uint8), largest)
     held, here = _FEW.held(count, rows.shape[1])
-    here.copy_(numbers)
+    here.copy_(scaled)
     return Rounded(held, largest)
 
 
@@ -267,12 +267,12 @@ class _FewRows(threading.local):
 
     def held(self, count: int, width: int) -> tuple[Tensor, Tensor]:
         """`fewest` rows, and the first `count` of them."""
-        found = self._held.get((count, width))
-        if found is None:
+        memory = self._held.get((count, width))
+        if memory is None:
             with torch.inference_mode(False):
                 held = torch.full((fewest(), width), 128, dtype=torch.uint8)
-            found = self._held[count, width] = held, held[:count]
-        return found
+            memory = self._held[count, width] = held, held[:count]
+        return memory
 
 
 _FEW = _FewRows()
@@ -303,10 +303,10 @@ def exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randint(-MOST, MOST + 1, (n, 96), generator=generator) for n in (3, 40))
     try:
-        found = _exact_product((rows + 128).to(torch.uint8), _prepack(weight.to(torch.int8)), torch.ones(40))
+        product = _exact_product((rows + 128).to(torch.uint8), _prepack(weight.to(torch.int8)), torch.ones(40))
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return bool(found.equal((rows @ weight.T).float()))
+    return bool(product.equal((rows @ weight.T).float()))
 
 
 TABLES = (TEXT_TABLE, "decoder.audio_embedding")
@@ -374,9 +374,9 @@ def to_int8(model: nn.Module) -> nn.Module:
     for name, part in linears.items():
         new = Int8Linear.of(part.weight, part.bias)
         new.plain_checksum = checksum_of(name, part.weight, text_rows)  # type: ignore[assignment]
-        _put(model, name, new.train(model.training))
+        model.set_submodule(name, new.train(model.training))
     for name, table in _tables(model).items():
-        _put(model, name, Int8Embedding.of(table.weight))
+        model.set_submodule(name, Int8Embedding.of(table.weight))
     return model
 
 
@@ -417,9 +417,9 @@ def empty_int8(
             new = Int8Linear(part.in_features, part.out_features)
             new.bias = part.bias
             new.plain_checksum = known.get(name)  # type: ignore[assignment]
-            _put(model, name, new)
+            model.set_submodule(name, new)
         for name, table in tables.items():
-            _put(model, name, Int8Embedding(table.num_embeddings, table.embedding_dim, dtype))
+            model.set_submodule(name, Int8Embedding(table.num_embeddings, table.embedding_dim, dtype))
     return {
         f"{name}.weight": f"{name}.scale"
         for name, part in model.named_modules()
@@ -431,8 +431,3 @@ def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
     """The decoder's tables by name; none of a model without such a decoder."""
     known = {name: part for name, part in model.named_modules() if name in TABLES}
     return {name: part for name, part in known.items() if isinstance(part, nn.Embedding)}
-
-
-def _put(model: nn.Module, name: str, part: Any) -> None:
-    place, _, last = name.rpartition(".")
-    setattr(model.get_submodule(place), last, part)

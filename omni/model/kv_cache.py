@@ -88,7 +88,7 @@ class KVCache:
         self.positions = torch.full((rows, self.slots + 1), -1, dtype=torch.long, device=device)
         self._memory = (*self.keys, *self.values)  # of all rows, in views too
         self._clean = [self.slots] * rows
-        self._numbers: Sequence[int] = range(rows)  # the rows of this view among all
+        self._indices: Sequence[int] = range(rows)  # the rows of this view among all
         self._visible = self.slots
         self._rows: Tensor | None = None
         self._writes: Tensor | None = None
@@ -116,7 +116,7 @@ class KVCache:
         view = object.__new__(KVCache)
         view.__dict__.update(self.__dict__)
         first, count = rows[0], len(rows)
-        view._numbers = [self._numbers[row] for row in rows]
+        view._indices = [self._indices[row] for row in rows]
         if self._rows is None and list(rows) == list(range(first, first + count)):
             view.keys = [keys[first : first + count] for keys in self.keys]
             view.values = [values[first : first + count] for values in self.values]
@@ -138,7 +138,7 @@ class KVCache:
         """Empty the rows (all by default)."""
         for row in range(self.rows) if rows is None else rows:
             self.positions[row].fill_(-1)
-            self._clean[self._numbers[row]] = 0
+            self._clean[self._indices[row]] = 0
 
     def rewind(self, row: int, length: int) -> None:
         """Keep positions below `length` of one row and forget the rest."""
@@ -147,7 +147,7 @@ class KVCache:
             for memory in (*self.keys, *self.values):
                 memory[row].masked_fill_((held >= length)[:, None, None], 0)
         else:
-            number = self._numbers[row]
+            number = self._indices[row]
             self._clean[number] = min(self._clean[number], length)
         held.masked_fill_(held >= length, -1)
 
@@ -157,21 +157,21 @@ class KVCache:
         for memory in (*self.keys, *self.values):
             memory[target, used] = memory[source, used]
         self.positions[target] = self.positions[source]
-        clean = self._clean[self._numbers[source]]
-        self._clean[self._numbers[target]] = clean if used.stop is None else min(clean, used.stop)
+        clean = self._clean[self._indices[source]]
+        self._clean[self._indices[target]] = clean if used.stop is None else min(clean, used.stop)
 
     @torch.no_grad()
-    def exchange_rows(self, one: int, other: int, length: int | None = None) -> None:
+    def exchange_rows(self, first: int, second: int, length: int | None = None) -> None:
         """Exchange two rows, or their first `length` positions where neither holds more (saves work)."""
         used = slice(None) if length is None or self.ring else slice(0, length)
         for memory in (*self.keys, *self.values, self.positions):
             part = slice(None) if memory is self.positions else used
-            kept = memory[one, part].clone()
-            memory[one, part] = memory[other, part]
-            memory[other, part] = kept
-        numbers, most = (self._numbers[one], self._numbers[other]), self.slots if used.stop is None else used.stop
-        before = [min(self._clean[number], most) for number in numbers]
-        self._clean[numbers[0]], self._clean[numbers[1]] = before[1], before[0]
+            kept = memory[first, part].clone()
+            memory[first, part] = memory[second, part]
+            memory[second, part] = kept
+        indices, most = (self._indices[first], self._indices[second]), self.slots if used.stop is None else used.stop
+        before = [min(self._clean[index], most) for index in indices]
+        self._clean[indices[0]], self._clean[indices[1]] = before[1], before[0]
 
     def take(self, other: KVCache, rows: int) -> None:
         """Copy the first rows of another cache of the same window and chunk, and no more slots, to those of this one, which are
@@ -188,7 +188,7 @@ class KVCache:
         `begin_forward` does it too; a step that runs compiled or as a captured graph needs it done before.
         """
         high = self._visible if positions is None or self.ring else min(positions, self.slots)
-        for number in self._numbers:
+        for number in self._indices:
             low = self._clean[number]
             if low < high:
                 foreach_zero_([memory[number, low:high] for memory in self._memory])  # few kernels on a GPU

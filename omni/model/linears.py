@@ -64,9 +64,9 @@ def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_row
     """
     value = 0
     for name in sorted(names):
-        one = read(name)
-        one = one if isinstance(one, int) else checksum_of(name, one, text_rows)
-        value = zlib.crc32(f"{name} {one};".encode(), value)
+        weight = read(name)
+        crc = weight if isinstance(weight, int) else checksum_of(name, weight, text_rows)
+        value = zlib.crc32(f"{name} {crc};".encode(), value)
     return value
 
 
@@ -87,7 +87,7 @@ class FusedWeight(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-    places: tuple[tuple[int, int], ...]
+    addresses: tuple[tuple[int, int], ...]
 
 
 def fuse(model: nn.Module) -> int:
@@ -99,7 +99,7 @@ def fuse(model: nn.Module) -> int:
             with torch.inference_mode(False), torch.no_grad():
                 weight = fuse_weights([linear.weight for linear in linears])
                 bias = None if linears[0].bias is None else fuse_weights([linear.bias for linear in linears])
-            linears[0].__dict__["fused"] = FusedWeight(weight, bias, tuple(map(_place, linears)))
+            linears[0].__dict__["fused"] = FusedWeight(weight, bias, tuple(map(_addresses, linears)))
             count += 1
     return count
 
@@ -108,7 +108,7 @@ def _plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and all(type(p.data) is Tensor for p in linear.parameters())
 
 
-def _place(linear: nn.Linear) -> tuple[int, int]:
+def _addresses(linear: nn.Linear) -> tuple[int, int]:
     """Addresses of its weight and bias, 0 for none."""
     return linear.weight.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()
 
@@ -128,13 +128,13 @@ def fused_product(x: Tensor, *linears: nn.Linear) -> Tensor | None:
     fused: FusedWeight | None = linears[0].__dict__.get("fused")
     if fused is None or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return None
-    for linear, place in zip(linears, fused.places, strict=True):
-        if _place(linear) != place or has_forward_hooks(linear):
+    for linear, address in zip(linears, fused.addresses, strict=True):
+        if _addresses(linear) != address or has_forward_hooks(linear):
             return None
     return F.linear(x, fused.weight, fused.bias)
 
 
-Kind = Literal["nf4", "int8"]
+Form = Literal["nf4", "int8"]
 
 
 def is_quantized(linear: nn.Module) -> bool:
@@ -144,11 +144,11 @@ def is_quantized(linear: nn.Module) -> bool:
 
 def numels(model: nn.Module) -> dict[str, int]:
     """Number of elements of each parameter by name; of a quantised weight the number of elements that are packed into it."""
-    found = {name: p.numel() for name, p in model.named_parameters()}
+    counts = {name: p.numel() for name, p in model.named_parameters()}
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear) and is_quantized(part) and f"{name}.weight" in found:
-            found[f"{name}.weight"] = part.in_features * part.out_features
-    return found
+        if isinstance(part, nn.Linear) and is_quantized(part) and f"{name}.weight" in counts:
+            counts[f"{name}.weight"] = part.in_features * part.out_features
+    return counts
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ Packed = tuple[int, dict[str, Tensor]]
 
 def quantize(
     model: nn.Module,
-    kind: Kind,
+    form: Form,
     patterns: Sequence[str],
     dtype: torch.dtype = torch.float32,
     share: Callable[[Packed | None], Packed | None] | None = None,
@@ -195,11 +195,11 @@ def quantize(
         names of the linears that were quantised.
 
     Raises:
-        UserError: an unknown kind, bitsandbytes is not there, a pattern matches no linear, or a linear is quantised already or
+        UserError: an unknown form, bitsandbytes is not there, a pattern matches no linear, or a linear is quantised already or
             has adapters or edits beside it (they are loaded afterwards).
     """
-    if kind not in get_args(Kind):
-        raise UserError(f"a weight is held as {' or '.join(get_args(Kind))}, not as {kind!r}")
+    if form not in get_args(Form):
+        raise UserError(f"a weight is held as {' or '.join(get_args(Form))}, not as {form!r}")
     silence_bitsandbytes()
     try:
         import bitsandbytes as bnb
@@ -214,7 +214,7 @@ def quantize(
         linear: Any = model.get_submodule(name)
         new: Any
         shape, bias, valued = (linear.in_features, linear.out_features), linear.bias is not None, not linear.weight.is_meta
-        if kind == "nf4":
+        if form == "nf4":
             options: Any = {"quant_type": "nf4", "compress_statistics": True}
             new = bnb.nn.Linear4bit(*shape, bias, compute_dtype=dtype, **options, device="meta")
             # In eval mode bitsandbytes would repack the weight for a faster, rounded product, which has no backward pass.
@@ -234,10 +234,9 @@ def quantize(
             packed = share(_packed(new) if valued else None)
             if not valued and packed is not None:
                 _unpack(new, packed)
-        if kind == "nf4" and new.weight.quant_state is not None:
+        if form == "nf4" and new.weight.quant_state is not None:
             new.weight.quant_state.dtype = dtype
-        place, _, last = name.rpartition(".")
-        setattr(model.get_submodule(place), last, new)
+        model.set_submodule(name, new)
     return names
 
 
@@ -262,7 +261,7 @@ def _unpack(linear: Any, packed: Packed) -> None:
 def chosen_linears(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The linears that are to be quantised, in the model's order; UserError as `quantize` raises it."""
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
-    chosen = match_names(patterns, list(linears), "lora.quantize_targets", what="linear")
+    chosen = match_names(patterns, list(linears), "lora.quantize_targets", noun="linear")
     for name in chosen:
         if is_quantized(linears[name]):
             raise UserError(f"{name} is quantised already")

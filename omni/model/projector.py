@@ -55,9 +55,9 @@ class Projector(nn.Module):
             return self.project(stacked)
         if task is None:
             raise ValueError("this projector is gated by task: say what each clip is asked as")
-        return self.project(stacked, self._numbers(task, counts, stacked.device))
+        return self.project(stacked, self._task_indices(task, counts, stacked.device))
 
-    def _numbers(self, task: Tensor | Sequence[str], counts: Sequence[int], device: torch.device) -> Tensor:
+    def _task_indices(self, task: Tensor | Sequence[str], counts: Sequence[int], device: torch.device) -> Tensor:
         """The index in the projector of each feature's task, [N]; a task that it has no part for counts as the first."""
         if isinstance(task, Tensor):
             own = [self.tasks.index(name) if name in self.tasks else 0 for name in TASKS]
@@ -68,8 +68,8 @@ class Projector(nn.Module):
                     f"the model's projector was made for the tasks {', '.join(self.tasks)}; it has no part for {name}: ask as "
                     "one of them, or train it with projector.tasks"
                 )
-        numbers = torch.tensor([self.tasks.index(name) for name in task])
-        return numbers.repeat_interleave(torch.tensor([-(-n // self.stack) for n in counts])).to(device)
+        indices = torch.tensor([self.tasks.index(name) for name in task])
+        return indices.repeat_interleave(torch.tensor([-(-n // self.stack) for n in counts])).to(device)
 
 
 def stack_frames(frames: Tensor, counts: Sequence[int], stack: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from omni.utils.private import schema_of
 
 Recompute = bool | Literal["selective"]
-"""What a block computes again: nothing, all, or all but its products and attention."""
+"""The part of a block that is computed again: nothing, all, or all but its products and attention."""
 
 PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul"))
 ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention_forward", "torch_attn::_varlen_attn")

@@ -134,7 +134,7 @@ class SpeechModel(nn.Module):
             cache=cache,
         )
 
-    def make_cache(self, rows: int, length: int, *, chunk: int = 1, dtype: torch.dtype | None = None) -> KVCache:
+    def make_cache(self, rows: int, length: int, *, chunk: int = 1) -> KVCache:
         """A cache for `rows` sequences of up to `length` positions; `chunk` is the longest prefill piece under a window."""
         c = self.config.decoder
         return KVCache(
@@ -145,7 +145,7 @@ class SpeechModel(nn.Module):
             c.head_size,
             window=c.window,
             chunk=chunk,
-            dtype=dtype or self.decoder.norm.weight.dtype,
+            dtype=self.decoder.norm.weight.dtype,
             device=self.device,
         )
 

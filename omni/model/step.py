@@ -71,27 +71,27 @@ class DecoderStep:
         (rows, width), shape = x.shape, (tokens.shape[0], columns, x.shape[1])
         mask = cache.write_slots_and_mask(input_pos)
         cos, sin = (np.empty((rows, 2 * len(decoder.rope)), np.float32) for _ in range(2))
-        place = _Place(cache, mask.numpy().reshape(rows, -1), cos, sin)
+        inputs = _Inputs(cache, mask.numpy().reshape(rows, -1), cos, sin)
         compiled.rope_cos_sin(np.ascontiguousarray(input_pos.numpy().reshape(-1)), decoder.rope.numpy(), cos, sin)
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         run: list[tuple[Any, _BlockStep, int]] = []  # neighbours that are one call
         for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
             if run and (layer == len(decoder.blocks) or step is None or step.shape != run[-1][1].shape):
-                run = _take(run, x, place)
+                run = _take(run, x, inputs)
             if layer == len(decoder.blocks):
-                found.append(_normed(decoder.norm, x, shape))
-            if step is not None and step.shape.numbers == "float32":
+                outputs.append(_normed(decoder.norm, x, shape))
+            if step is not None and step.shape.dtype == "float32":
                 run.append((block, step, layer))
             elif step is not None:
-                step(block, x, place, layer)
+                step(block, x, inputs, layer)
             else:
                 rope = tuple(torch.from_numpy(part)[:, None, None] for part in (cos, sin))
                 y = block(torch.from_numpy(x)[:, None], rope, mask, cache, layer)
                 x = y.numpy().reshape(rows, width).copy()  # which the next one changes
-        _take(run, x, place)
+        _take(run, x, inputs)
         last = decoder.norm if decoder.post_norm is None else decoder.post_norm
-        found.append(_normed(last, x, shape))
-        return found[0], found[-1]
+        outputs.append(_normed(last, x, shape))
+        return outputs[0], outputs[-1]
 
     def logits(self, decoder: Any, head: nn.Module, x: Tensor) -> Tensor | None:
         """Products [..., V] of hidden states x [..., W] and a small head, or tied table; None where the decoder's blocks are
@@ -106,7 +106,7 @@ class DecoderStep:
         if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (x, weight)) or weight.numel() > SMALL:
             return None
         (step,) = self._blocks[:1] or [_BlockStep()]
-        if torch.is_autocast_enabled("cpu") or not step.matches(decoder.blocks[0], False) or step.shape.numbers != "float32":
+        if torch.is_autocast_enabled("cpu") or not step.matches(decoder.blocks[0], False) or step.shape.dtype != "float32":
             return None
         rows, table = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1])), _array(weight)
         out = np.empty((len(rows), len(table)), np.float32)
@@ -139,15 +139,15 @@ def _array(x: Tensor) -> Array:
 def _normed(norm: nn.RMSNorm, x: Array, shape: tuple[int, ...]) -> Tensor:
     """x [B T, W] normed, as [B, T, W]; in memory of its own."""
     if type(norm) is not RMSNorm or has_forward_hooks(norm):
-        found: Tensor = norm(torch.from_numpy(x.reshape(shape).copy()))
-        return found
+        hidden: Tensor = norm(torch.from_numpy(x.reshape(shape).copy()))
+        return hidden
     out = np.empty_like(x)
     compiled.norm_rows(x, norm.weight.numpy(force=True), np.float32(norm.eps), out)
     return torch.from_numpy(out.reshape(shape))
 
 
-class _Place:
-    """Where the rows of a step are: the cache, what is added to the scores [B, V], and the rotary table [B, D]."""
+class _Inputs:
+    """What the blocks of a step share: the cache, what is added to the scores [B, V], and the rotary table [B, D]."""
 
     def __init__(self, cache: KVCache, mask: Array, cos: Array, sin: Array) -> None:
         self.cache, self.writes = cache, cache.writes.numpy()
@@ -155,10 +155,10 @@ class _Place:
         self._shared: dict[int, tuple[compiled.SharedAttention, Array, Array, Array]] = {}
 
     def attention(self, heads: int) -> tuple[compiled.SharedAttention, Array, Array, Array]:
-        """What threads are given of an attention of so many heads, but its keys and values; the rows that do not rest [N], and
+        """The task of threads for an attention of so many heads, without keys and values; the rows that do not rest [N], and
         memory for their queries, keys and values and for the result, [N, (H + 2 G) D] and [N, H D]. The same for each block."""
-        found = self._shared.get(heads)
-        if found is None:
+        entry = self._shared.get(heads)
+        if entry is None:
             of, slots, kv_heads, size = self.cache.keys[0].shape
             active = compiled.active_of(self.writes, slots)
             wide = np.empty((len(active), (heads + 2 * kv_heads) * size), np.float32)
@@ -167,19 +167,19 @@ class _Place:
                 0, len(active), len(self.writes), of, slots, heads, kv_heads, size, self.mask.shape[1], self.cache.ring,
                 *(held.ctypes.data for held in (active, self.writes, self.mask, wide)), 0, 0, y.ctypes.data,
             )  # fmt: skip
-            found = self._shared[heads] = task, active, wide, y
-        return found
+            entry = self._shared[heads] = task, active, wide, y
+        return entry
 
 
-def _take(run: Sequence[tuple[Any, _BlockStep, int]], x: Array, place: _Place) -> list[Any]:
+def _take(run: Sequence[tuple[Any, _BlockStep, int]], x: Array, inputs: _Inputs) -> list[Any]:
     """Take x [B, W] through float32 blocks of one shape, in place; returns no blocks."""
     if run:
-        (block, step, _), cache = run[0], place.cache
+        (block, step, _), cache = run[0], inputs.cache
         shape, part, (rows, slots, *_) = step.shape, block.attention, cache.keys[0].shape
-        places = [[*step.places, cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()] for _, step, layer in run]
+        addresses = [[*step.addresses, cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()] for _, step, layer in run]
         compiled.blocks(
-            x, place.writes, cache.ring, place.mask, place.cos, place.sin, np.float32(block.attention_norm.eps),
-            np.array(places), part.q.bias is not None, part.q_norm is not None, shape.mlp_width, rows, slots, shape.heads,
+            x, inputs.writes, cache.ring, inputs.mask, inputs.cos, inputs.sin, np.float32(block.attention_norm.eps),
+            np.array(addresses), part.q.bias is not None, part.q_norm is not None, shape.mlp_width, rows, slots, shape.heads,
             shape.kv_heads,
         )  # fmt: skip
     return []
@@ -189,15 +189,15 @@ class _BlockStep:
     """The compiled step of one block.
 
     Attributes:
-        shape: what it is called in measurements, None where it cannot be taken; float32 blocks of one shape are taken together.
-        places: addresses of a float32 block's weights in the order of `compiled.blocks`, 0 for what it lacks.
+        shape: its key in measurements, None where it cannot be taken; float32 blocks of one shape are taken together.
+        addresses: of a float32 block's weights in the order of `compiled.blocks`, 0 for what it lacks.
     """
 
     def __init__(self) -> None:
         self._block: nn.Module | None = None
         self._parts: Fingerprint | None = None
         self.shape: Any = None
-        self.places: list[int] = []
+        self.addresses: list[int] = []
         self._held: list[Array] = []  # the weights that are read as arrays
 
     def matches(self, block: nn.Module, several: bool) -> bool:
@@ -211,15 +211,15 @@ class _BlockStep:
 
     def _look(self, block: Any) -> None:
         """Take the block's weights as arrays, where they can be; those of one input become parts of one."""
-        shape, arrays, places = step_shape(block), list[Array](), list[int]()
+        shape, arrays, addresses = step_shape(block), list[Array](), list[int]()
         if shape is not None:
             part, mlp = block.attention, block.mlp
             norms = [norm for norm in (block.attention_norm, block.mlp_norm, part.q_norm, part.k_norm) if norm is not None]
             groups: list[list[Tensor]] = [[norm.weight] for norm in norms]
-            if shape.numbers == "float32":
+            if shape.dtype == "float32":
                 groups += [[part.q.weight, part.k.weight, part.v.weight], [part.out.weight]]
                 groups += [[mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
-                groups += [[one.bias for one in (part.q, part.k, part.v) if one.bias is not None]]
+                groups += [[linear.bias for linear in (part.q, part.k, part.v) if linear.bias is not None]]
             weights = [weight for group in groups for weight in group]
             if any(type(w) is not nn.Parameter or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights):
                 shape = None
@@ -230,16 +230,16 @@ class _BlockStep:
                     arrays[2:2] = [_NONE, _NONE]
         if len(arrays) > 4:
             attention_norm, mlp_norm, q_norm, k_norm, qkv, to_width, gate_up, down, *bias = (a.ctypes.data for a in arrays)
-            places = [attention_norm, qkv, *(bias or [0]), q_norm, k_norm, to_width, mlp_norm, gate_up, down]
+            addresses = [attention_norm, qkv, *(bias or [0]), q_norm, k_norm, to_width, mlp_norm, gate_up, down]
         # Of this thread: another may do the same at once.
-        self._block, self._parts, self.shape, self._held, self.places = block, Fingerprint(block), shape, arrays, places
+        self._block, self._parts, self.shape, self._held, self.addresses = block, Fingerprint(block), shape, arrays, addresses
 
-    def __call__(self, block: nn.Module, x: Array, place: _Place, layer: int) -> None:
+    def __call__(self, block: nn.Module, x: Array, inputs: _Inputs, layer: int) -> None:
         """Take x [B, W] through a block in int8, in place."""
         part: Any = block.attention
         mlp: Any = block.mlp
         attention_norm, mlp_norm, q_norm, k_norm = self._held
-        cache, rows, eps = place.cache, len(x), np.float32(block.attention_norm.eps)  # type: ignore[union-attr, arg-type]
+        cache, rows, eps = inputs.cache, len(x), np.float32(block.attention_norm.eps)  # type: ignore[union-attr, arg-type]
         groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)
         packed = [packed_of(group) for group in groups]
         biases = packed[0].bias
@@ -247,10 +247,10 @@ class _BlockStep:
         factor = np.empty(rows, np.float32)
         compiled.add_and_round_norm(x, _NO_ROWS, attention_norm, eps, normed.numpy(), factor)
         qkv = raw_product(normed, packed[0]).numpy()
-        task, active, wide, y = place.attention(part.heads)
+        task, active, wide, y = inputs.attention(part.heads)
         compiled.turn_and_keep(
-            qkv, factor, _NONE if biases is None else biases.numpy(), active, place.writes, place.cos, place.sin, eps, q_norm,
-            k_norm, cache.keys[layer].numpy(), cache.values[layer].numpy(), wide,
+            qkv, factor, _NONE if biases is None else biases.numpy(), active, inputs.writes, inputs.cos, inputs.sin, eps,
+            q_norm, k_norm, cache.keys[layer].numpy(), cache.values[layer].numpy(), wide,
         )  # fmt: skip
         task.keys, task.values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
         compiled.attend(task, torch.get_num_threads())
@@ -261,22 +261,22 @@ class _BlockStep:
 
 
 def step_shape(block: nn.Module) -> StepShape | None:
-    """What a block's step is called in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
+    """Key of a block's step in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
     if type(block) is not Block:
         return None
     part, mlp = block.attention, block.mlp
     if type(part) is not Attention or type(mlp) is not SwiGLU:
         return None
     linears = part.q, part.k, part.v, part.out, mlp.gate, mlp.up, mlp.down
-    kinds, norms = {type(one) for one in linears}, {type(one) for one in (part.q_norm, part.k_norm)}
-    if norms not in ({RMSNorm}, {type(None)}) or any(one.bias is not None for one in linears[3:]):
+    types, norms = {type(linear) for linear in linears}, {type(linear) for linear in (part.q_norm, part.k_norm)}
+    if norms not in ({RMSNorm}, {type(None)}) or any(linear.bias is not None for linear in linears[3:]):
         return None
     if len({(part.q.bias is None), (part.k.bias is None), (part.v.bias is None)}) > 1:
         return None
-    if kinds == {Int8Linear}:
-        numbers = "int8"
-    elif kinds == {nn.Linear} and sum(one.weight.numel() for one in linears) <= SMALL:
-        numbers = "float32"
+    if types == {Int8Linear}:
+        dtype = "int8"
+    elif types == {nn.Linear} and sum(linear.weight.numel() for linear in linears) <= SMALL:
+        dtype = "float32"
     else:
         return None
-    return StepShape(numbers, part.q.in_features, part.heads, part.kv_heads, part.head_dim, mlp.down.in_features)
+    return StepShape(dtype, part.q.in_features, part.heads, part.kv_heads, part.head_dim, mlp.down.in_features)

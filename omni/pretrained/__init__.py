@@ -27,13 +27,13 @@ def find_model(folder: str | os.PathLike[str]) -> str:
     path = os.fspath(folder)
     if path not in NAMES or os.path.exists(path):
         return path
-    found = shipped(path)
-    if found is None:
+    shipped_folder = shipped(path)
+    if shipped_folder is None:
         raise UserError(
             f"the model {path!r} ships with omni-speech, but this copy has no weights in {SHIPPED / path}; `omni-train demo` "
             "trains one, or name a model folder"
         )
-    return found
+    return shipped_folder
 
 
 def find_question(file: str) -> str:

@@ -1,4 +1,4 @@
-"""Read-through cache of what was fetched from stores, in the user's cache folder, with a limit to its size.
+"""Read-through cache of data from stores, in the user's cache folder, with a limit to its size.
 
     CACHE/stores/blocks/ab/abcdef…        bytes of an object, then their CRC-32
     CACHE/stores/files/0123abcd…/NAME     a file, or a folder of files, as a whole
@@ -54,13 +54,13 @@ class CacheError(UserError):
 
 def limit_bytes() -> int:
     """Most bytes of the cache: `OMNI_CACHE_GB`, in GB; with 0 no data are kept, and what comes as a whole is refused."""
-    given = os.environ.get("OMNI_CACHE_GB", "")
+    setting = os.environ.get("OMNI_CACHE_GB", "")
     try:
-        value = float(given or DEFAULT_GB)
+        value = float(setting or DEFAULT_GB)
         if not 0 <= value < 1e9:
             raise ValueError
     except ValueError:
-        raise UserError(f"OMNI_CACHE_GB is {given!r:.40}; give gigabytes, such as {DEFAULT_GB:g}") from None
+        raise UserError(f"OMNI_CACHE_GB is {setting!r:.40}; give gigabytes, such as {DEFAULT_GB:g}") from None
     return int(value * 1e9)
 
 
@@ -138,14 +138,14 @@ class StoreCache:
     # --- whole files and folders ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def filling(self, key: str, needed: int, what: str) -> Iterator[Path | None]:
+    def filling(self, key: str, needed: int, address: str) -> Iterator[Path | None]:
         """Yields a new folder to fill, which becomes the entry `key` when the block ends well; None where there is one.
 
         Of several processes one fills it, and the others wait. `hold` must follow, in a loop: the entry may be deleted between.
 
         Args:
             needed: bytes that will be written.
-            what: the address, for messages.
+            address: for messages.
 
         Raises:
             CacheError: it is larger than the cache may be, or the disk is full, or the cache cannot be written.
@@ -154,7 +154,7 @@ class StoreCache:
 
         if needed > limit_bytes():
             raise CacheError(
-                f"{what} has {_amount(needed)}, and the cache {self.folder} may have {_amount(limit_bytes())}: set "
+                f"{address} has {_amount(needed)}, and the cache {self.folder} may have {_amount(limit_bytes())}: set "
                 "OMNI_CACHE_GB to more"
             )
         target = self.entry(key)
@@ -177,7 +177,7 @@ class StoreCache:
         except OSError as error:
             full = "no space left" if error.errno in FULL else error.strerror or str(error)
             raise CacheError(
-                f"{what} cannot be kept in the cache {self.folder} ({full}; it needs {_amount(needed)}): free some "
+                f"{address} cannot be kept in the cache {self.folder} ({full}; it needs {_amount(needed)}): free some "
                 "space, or set OMNI_CACHE to a folder on another disk"
             ) from error
         self.hold(key)  # before older entries, or those that others use, make it go
@@ -189,21 +189,21 @@ class StoreCache:
 
     def hold(self, key: str) -> Path | None:
         """Keeps an entry from being deleted as long as this process lives; None where there is no such entry."""
-        place = self.entry(key)
+        path = self.entry(key)
         with self._lock:
-            if place not in self._held and fcntl is not None and place.is_dir():
-                handle = os.open(place.with_name(f"{key}.used"), os.O_RDWR | os.O_CREAT, 0o666)
+            if path not in self._held and fcntl is not None and path.is_dir():
+                handle = os.open(path.with_name(f"{key}.used"), os.O_RDWR | os.O_CREAT, 0o666)
                 try:
                     fcntl.flock(handle, fcntl.LOCK_SH)
                 except OSError:  # a file system without locks
                     os.close(handle)
                 else:
-                    self._held[place] = handle
+                    self._held[path] = handle
         try:
-            os.utime(place)
+            os.utime(path)
         except OSError:  # it was deleted
             return None
-        return place
+        return path
 
     # --- the limit ------------------------------------------------------------------------------------------------------
 
@@ -226,11 +226,11 @@ class StoreCache:
 
         try:
             with FileLock(self.folder / "shrinking.lock", timeout=0):
-                found = sorted(self._entries())
-                total = sum(size for _, size, _ in found)
+                entries = sorted(self._entries())
+                total = sum(size for _, size, _ in entries)
                 if total <= limit:
                     return
-                for _, size, path in found:
+                for _, size, path in entries:
                     if total <= LEFT * limit:
                         break
                     if _delete(path):
@@ -240,15 +240,15 @@ class StoreCache:
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
         """Time of the last use, size and path of each entry."""
-        for place in (*self.folder.glob("blocks/*/*"), *self.folder.glob("files/*")):
+        for path in (*self.folder.glob("blocks/*/*"), *self.folder.glob("files/*")):
             with suppress(OSError):  # deleted by another process
-                state = place.stat()
-                if not place.is_dir():
-                    if not place.name.endswith((".lock", ".used")):
-                        yield state.st_mtime, state.st_size, place
+                state = path.stat()
+                if not path.is_dir():
+                    if not path.name.endswith((".lock", ".used")):
+                        yield state.st_mtime, state.st_size, path
                     continue
-                if not place.name.endswith(".part"):
-                    yield state.st_mtime, sum(p.stat().st_size for p in place.rglob("*") if p.is_file()), place
+                if not path.name.endswith(".part"):
+                    yield state.st_mtime, sum(p.stat().st_size for p in path.rglob("*") if p.is_file()), path
 
 
 def _delete(path: Path) -> bool:

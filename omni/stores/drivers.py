@@ -24,7 +24,7 @@ SLOWEST = 64 << 10
 """Bytes a second: a request that is slower as a whole is given up, and made again."""
 
 VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
-"""Keys under which drivers tell what changes with an object's content, the best first."""
+"""Keys under which drivers give an object's version, the best first."""
 TIMES = ("LastModified", "Last-Modified", "last_modified", "updated", "mtime")
 """Keys under which drivers tell when an object was written."""
 
@@ -90,12 +90,12 @@ class StoredObject:
 
 def scheme_of(address: str) -> str:
     """The scheme of an address; UserError where it is unknown, or reads without encryption from another machine."""
-    found = address.partition("://")[0]
-    scheme = ALIASES.get(found, found)
-    if found in ALIASES:
-        raise UserError(f"{shown(address)}: write {scheme}:// in place of {found}://")
+    prefix = address.partition("://")[0]
+    scheme = ALIASES.get(prefix, prefix)
+    if prefix in ALIASES:
+        raise UserError(f"{shown(address)}: write {scheme}:// in place of {prefix}://")
     if scheme not in SCHEMES:
-        raise UserError(f"{shown(address)}: addresses that start with {found}:// are not read; {closest(scheme, KNOWN)}")
+        raise UserError(f"{shown(address)}: addresses that start with {prefix}:// are not read; {closest(scheme, KNOWN)}")
     if scheme == "http" and not LOOPBACK.match(address):
         raise UserError(
             f"{shown(address)} is not encrypted: give its https:// address (http:// is for servers on this machine)"
@@ -160,11 +160,11 @@ def list_objects(address: str, deep: bool = False) -> list[StoredObject]:
 
     base = address.rstrip("/") + "/"
     infos = [info for info in tried(work, address, "listed") if info.get("type") == "file"]
-    found = [_object(_address(scheme, str(info["name"])), info) for info in infos]
-    found = [one for one in found if one.address.startswith(base) and not one.address.endswith("/")]
-    if not found:
+    objects = [_object(_address(scheme, str(info["name"])), info) for info in infos]
+    objects = [stored for stored in objects if stored.address.startswith(base) and not stored.address.endswith("/")]
+    if not objects:
         raise MissingError(f"{shown(address)} is not there, or holds nothing: check the name")
-    return sorted(found, key=lambda one: one.address)
+    return sorted(objects, key=lambda stored: stored.address)
 
 
 def look_up(address: str) -> StoredObject:
@@ -330,8 +330,8 @@ def register(protocol: str, look: Callable[[str], StoredObject], opened: Callabl
     class StoreFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
         def info(self, path: str, **options: Any) -> dict[str, Any]:
             name = path.removeprefix(f"{protocol}://")
-            one = look(name)
-            return {"name": name, "size": one.size, "type": "file", "ETag": one.version}
+            stored = look(name)
+            return {"name": name, "size": stored.size, "type": "file", "ETag": stored.version}
 
         def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
             return [self.info(path) if detail else self.info(path)["name"]]

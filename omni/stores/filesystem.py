@@ -17,11 +17,11 @@ PROTOCOL = "omni-store"
 _known: dict[str, StoredObject] = {}
 
 
-def url_of(one: StoredObject) -> str:
+def url_of(stored: StoredObject) -> str:
     """The URL by which fsspec opens an object in this process, without looking at it again."""
     _registered()
-    _known[one.address] = one
-    return f"{PROTOCOL}://{quote(one.address, safe='')}"
+    _known[stored.address] = stored
+    return f"{PROTOCOL}://{quote(stored.address, safe='')}"
 
 
 @cache

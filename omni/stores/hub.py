@@ -86,8 +86,8 @@ class HubRepository:
 
 def parse_hub(address: str) -> HubAddress | None:
     """The parts of an address of a model at the hub; None for any other address."""
-    found = MODEL.fullmatch(address)
-    return None if found is None else HubAddress(address, found["repo"], found["revision"], found["inner"] or "")
+    match = MODEL.fullmatch(address)
+    return None if match is None else HubAddress(address, match["repo"], match["revision"], match["inner"] or "")
 
 
 # --- reading ------------------------------------------------------------------------------------------------------------
@@ -114,10 +114,10 @@ def snapshot(at: HubAddress) -> Path:
         return _checked(at, kept)
 
     def bring() -> Path:
-        place = Path(_hub().snapshot_download(etag_timeout=stall_seconds(), tqdm_class=_bars(), **options))
-        if place.name != info.sha:  # the library falls back on an older one
+        folder = Path(_hub().snapshot_download(etag_timeout=stall_seconds(), tqdm_class=_bars(), **options))
+        if folder.name != info.sha:  # the library falls back on an older one
             raise ConnectionError(f"commit {info.sha} did not come")
-        return place
+        return folder
 
     return _checked(at, _asked(at, bring))
 
@@ -129,32 +129,32 @@ def _options(at: HubAddress) -> dict[str, Any]:
 
 
 def _kept(at: HubAddress) -> Path | None:
-    """What the cache has of a model; None where that is nothing, or not all."""
+    """The folder of a model in the cache; None where it is not there, or not whole."""
     try:
         return Path(_hub().snapshot_download(local_files_only=True, **_options(at)))
     except (OSError, ValueError):
         return None
 
 
-def _checked(at: HubAddress, place: Path) -> Path:
+def _checked(at: HubAddress, path: Path) -> Path:
     """The folder or file of an address in a snapshot, where the files that it lists are of kinds that are read."""
     if ".." in PurePosixPath(at.inner).parts:
         raise UserError(f"{at} leads out of its repository: name a folder in it")
-    place = place / at.inner
-    if not place.exists():
+    path = path / at.inner
+    if not path.exists():
         raise MissingError(
             f"{at} has no config.json, so that it is no model folder: check the name (data are at hf://datasets/owner/name)"
         )
     listed: Any = {}
     with suppress(OSError, ValueError, AttributeError):  # what is wrong with it is told where it is read
-        listed = json.loads((place / "config.json").read_bytes()).get("files", {})
+        listed = json.loads((path / "config.json").read_bytes()).get("files", {})
     other = [name for name in listed if not str(name).endswith(KINDS)] if isinstance(listed, Mapping) else []
     if other:
         raise UserError(
             f"{at}/{str(other[0])[:80]} is not read from the hub, only JSON and safetensors are: a pickle could run code; ask "
             "its author for safetensors (`omni-train convert` writes them)"
         )
-    return place
+    return path
 
 
 def read_card(at: HubAddress) -> str | None:

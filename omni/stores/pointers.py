@@ -29,10 +29,10 @@ POINTED = (".parquet", *SUFFIXES)
 
 def write_pointers(entry: Path, folder: str, address: str, names: dict[str, StoredObject]) -> None:
     """Write pointer files for objects at `address`, by their paths, into a folder of a cache's entry, and the list of them."""
-    for name, one in names.items():
+    for name, stored in names.items():
         target = entry / folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps([one.address, one.size, one.version]), encoding="utf-8")
+        target.write_text(json.dumps([stored.address, stored.size, stored.version]), encoding="utf-8")
     (entry / POINTERS).write_bytes(b"\0".join([*map(os.fsencode, (address, *sorted(names))), b""]))
 
 
@@ -99,8 +99,8 @@ def check_cache(folder: Path) -> None:
 
 def stored_size(path: str | os.PathLike[str]) -> int:
     """Size of a file, in bytes, or of the object that it stands for; OSError where there is no such file."""
-    one = pointed_at(path)
-    return os.stat(path).st_size if one is None else one.size
+    stored = pointed_at(path)
+    return os.stat(path).st_size if stored is None else stored.size
 
 
 def entry_of(path: str) -> str:

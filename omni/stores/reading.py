@@ -1,4 +1,4 @@
-"""What callers need of addresses: a file or folder here, read through the cache; an object open for reading at any place.
+"""Reads what is at addresses: a file or folder in the cache, or an object that is open for reading at any position.
 
 `local_path("runs/nano/model")` is that path; `local_path("s3://bucket/model")` is a folder in the cache with what is there.
 With `pointers`, what is large in a data set stays in its store (`omni.stores.pointers`).
@@ -106,9 +106,9 @@ def looked_up(address: str) -> StoredObject:
     return _listed[address][0]
 
 
-def local_file(one: StoredObject) -> Path:
+def local_file(stored: StoredObject) -> Path:
     """An object that was listed, as a file in the cache."""
-    return fetch(one.address, [one])
+    return fetch(stored.address, [stored])
 
 
 def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False) -> Path:
@@ -119,10 +119,10 @@ def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False)
     single = len(objects) == 1 and objects[0].address == address
     base = parent(address) if single else address
     names = _names(objects, base)
-    stay = {name: one for name, one in names.items() if pointers and not single and name.lower().endswith(POINTED)}
-    come = {name: one for name, one in names.items() if name not in stay}
-    kept, size = own_cache(), sum(one.size for one in come.values())
-    key = key_of(address, *((one.address, one.size, one.version) for one in objects)) + ("-pointers" if stay else "")
+    stay = {name: item for name, item in names.items() if pointers and not single and name.lower().endswith(POINTED)}
+    come = {name: item for name, item in names.items() if name not in stay}
+    kept, size = own_cache(), sum(item.size for item in come.values())
+    key = key_of(address, *((item.address, item.size, item.version) for item in objects)) + ("-pointers" if stay else "")
     last = "".join(c for c in bare(address).rpartition("/")[2] if c.isalnum() or c in "._-")[-NAME:] or "files"
     inner = next(iter(names)) if single else last
     while True:
@@ -133,19 +133,19 @@ def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False)
                     _fill(folder if single else folder / last, come)
                     if stay:
                         write_pointers(folder, last, address, stay)
-        place = kept.hold(key)
-        if place is not None:
-            _check(place, place if single else place / last, come, bool(stay))
-            return place / inner
+        entry = kept.hold(key)
+        if entry is not None:
+            _check(entry, entry if single else entry / last, come, bool(stay))
+            return entry / inner
 
 
 def _names(objects: Sequence[StoredObject], base: str) -> dict[str, StoredObject]:
     """Objects by the paths of their files in a folder; UserError where two would be one."""
     names: dict[str, StoredObject] = {}
-    for one in objects:
-        other = names.setdefault(inner_name(one.address, base), one)
-        if other is not one:
-            raise UserError(f"{one} and {other} would be the same file here: rename one of them")
+    for stored in objects:
+        other = names.setdefault(inner_name(stored.address, base), stored)
+        if other is not stored:
+            raise UserError(f"{stored} and {other} would be the same file here: rename one of them")
     return names
 
 
@@ -165,7 +165,7 @@ def _named(address: str) -> Iterator[None]:
 def _check(entry: Path, folder: Path, come: dict[str, StoredObject], pointers: bool) -> None:
     """StoreError where files of an entry of the cache were cut, or removed, since they came."""
     try:
-        whole = all((folder / name).stat().st_size == one.size for name, one in come.items())
+        whole = all((folder / name).stat().st_size == stored.size for name, stored in come.items())
     except OSError:
         whole = False
     if not whole or (pointers and not (entry / POINTERS).is_file()):
@@ -173,7 +173,7 @@ def _check(entry: Path, folder: Path, come: dict[str, StoredObject], pointers: b
 
 
 def content_key(path: Path) -> str:
-    """What differs where the content of a store's file or folder does: its objects' names, sizes and versions.
+    """Key of the content of a store's file or folder: a hash of its objects' names, sizes and versions.
 
     Args:
         path: where `local_path` has brought it.
@@ -188,18 +188,18 @@ def download(address: str, objects: Sequence[StoredObject], folder: Path) -> Non
         UserError: they cannot be read.
         OSError: the folder cannot be written.
     """
-    _fill(folder, {inner_name(one.address, address): one for one in objects})
+    _fill(folder, {inner_name(stored.address, address): stored for stored in objects})
 
 
 def _fill(folder: Path, names: dict[str, StoredObject]) -> None:
     """Write objects to a folder, by several requests at a time, and sync them to the disk."""
     with ThreadPoolExecutor(THREADS) as pool:
         works = []
-        for name, one in names.items():
+        for name, stored in names.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()
-            works += [pool.submit(_copy, one, start, target) for start in range(0, one.size, PIECE)]
+            works += [pool.submit(_copy, stored, start, target) for start in range(0, stored.size, PIECE)]
         try:
             for work in works:
                 work.result()
@@ -209,8 +209,8 @@ def _fill(folder: Path, names: dict[str, StoredObject]) -> None:
         flush(folder / name)
 
 
-def _copy(one: StoredObject, start: int, target: Path) -> None:
-    data = read_range(one, start, min(one.size, start + PIECE))
+def _copy(stored: StoredObject, start: int, target: Path) -> None:
+    data = read_range(stored, start, min(stored.size, start + PIECE))
     with target.open("r+b", buffering=0) as file:
         file.seek(start)
         view = memoryview(data)
@@ -219,9 +219,9 @@ def _copy(one: StoredObject, start: int, target: Path) -> None:
 
 
 @contextmanager
-def naming(given: str | os.PathLike[str], here: Path) -> Iterator[None]:
+def naming(path: str | os.PathLike[str], here: Path) -> Iterator[None]:
     """A context in which errors about a file in the cache name the address that it came from."""
-    address = find_address(given)
+    address = find_address(path)
     try:
         yield
     except UserError as error:
@@ -233,8 +233,8 @@ def naming(given: str | os.PathLike[str], here: Path) -> Iterator[None]:
 
 def read_whole(address: str) -> bytes:
     """The bytes of a small object, as it is now; they are not kept. MissingError where there is none."""
-    one = look_up(address)
-    return read_range(one, 0, one.size)
+    stored = look_up(address)
+    return read_range(stored, 0, stored.size)
 
 
 # --- at any place -------------------------------------------------------------------------------------------------------
@@ -287,17 +287,17 @@ class ObjectReader(io.RawIOBase):
 
     def _blocks(self, first: int, last: int) -> list[bytes]:
         kept = own_cache()
-        found = {n: self._last[1] if self._last[0] == n else kept.read_block(self._key(n)) for n in range(first, last + 1)}
-        lacking = [n for n, data in found.items() if data is None]
+        blocks = {n: self._last[1] if self._last[0] == n else kept.read_block(self._key(n)) for n in range(first, last + 1)}
+        lacking = [n for n, data in blocks.items() if data is None]
         while lacking:
             run = [n for i, n in enumerate(lacking) if n == lacking[0] + i][: PIECE // BLOCK]
             lacking = lacking[len(run) :]
             data = read_range(self.of, run[0] * BLOCK, min(self.of.size, (run[-1] + 1) * BLOCK))
             for i, n in enumerate(run):
-                found[n] = data[i * BLOCK : (i + 1) * BLOCK]
-                kept.write_block(self._key(n), found[n] or b"")
-        self._last = (last, found[last] or b"")
-        return [data or b"" for data in found.values()]
+                blocks[n] = data[i * BLOCK : (i + 1) * BLOCK]
+                kept.write_block(self._key(n), blocks[n] or b"")
+        self._last = (last, blocks[last] or b"")
+        return [data or b"" for data in blocks.values()]
 
     def _key(self, number: int) -> str:
         return key_of(self.of.address, self.of.size, self.of.version, number, BLOCK)
@@ -332,13 +332,13 @@ class _Guarded(io.RawIOBase):
 
 
 @contextmanager
-def guarded(one: StoredObject) -> Iterator[BinaryIO]:
+def guarded(stored: StoredObject) -> Iterator[BinaryIO]:
     """A context with an object that is open at any place, for a library in C, such as libsndfile.
 
     Raises:
         StoreError: at the end of the context, where a part could not be read: whatever the library made of it.
     """
-    raw = _Guarded(ObjectReader(one))
+    raw = _Guarded(ObjectReader(stored))
     try:
         yield io.BufferedReader(raw)
     finally:

@@ -47,13 +47,13 @@ class ChangedError(StoreError):
 
 def stall_seconds() -> float:
     """Seconds without a byte after which a request counts as failed: `OMNI_STORE_TIMEOUT`, 15 by default."""
-    given = os.environ.get("OMNI_STORE_TIMEOUT", "")
+    setting = os.environ.get("OMNI_STORE_TIMEOUT", "")
     try:
-        seconds = float(given or 15)
+        seconds = float(setting or 15)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < 3600:
-        raise UserError(f"OMNI_STORE_TIMEOUT is {given!r:.40}; give seconds above 0, such as 15")
+        raise UserError(f"OMNI_STORE_TIMEOUT is {setting!r:.40}; give seconds above 0, such as 15")
     return seconds
 
 
@@ -63,7 +63,7 @@ def tried(work: Callable[[], Result], address: str, doing: str = "read", tries: 
     The first failure of a request that is made again is a line in the log.
 
     Args:
-        doing: what is done, for the message: `read`, `listed`, `made` or `written`.
+        doing: participle for the message: `read`, `listed`, `made` or `written`.
         tries: most of them.
 
     Raises:
@@ -96,15 +96,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status that an error of a store is about, None where there was no answer."""
-    for one in _chain(error):
-        response: Any = getattr(one, "response", None)
+    for cause in _chain(error):
+        response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         for status in (
             response,
             getattr(response, "status_code", None),
-            getattr(one, "status", None),
-            getattr(one, "code", None),
+            getattr(cause, "status", None),
+            getattr(cause, "code", None),
         ):
             if isinstance(status, str) and status.isdigit():
                 status = int(status)
@@ -116,9 +116,9 @@ def status_of(error: BaseException) -> int | None:
 def may_pass(error: BaseException) -> bool:
     """Whether a request that failed so may succeed at another try."""
     chain = list(_chain(error))
-    if any((isinstance(one, OSError) and one.errno in FULL) or "Cert" in type(one).__name__ for one in chain):
+    if any((isinstance(cause, OSError) and cause.errno in FULL) or "Cert" in type(cause).__name__ for cause in chain):
         return False
-    if any(PASSING_ERRORS & {kind.__name__ for kind in type(one).__mro__} for one in chain):
+    if any(PASSING_ERRORS & {base.__name__ for base in type(cause).__mro__} for cause in chain):
         return True
     status = status_of(error)
     if status is not None:
@@ -131,15 +131,15 @@ def reason(error: BaseException) -> str:
 
     What follows a question mark in an address may be a signature, and is left out.
     """
-    texts = [re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1…", " ".join(str(one).split())) for one in _chain(error)]
-    said = [text[:200] or type(one).__name__ for text, one in zip(texts, _chain(error), strict=True)]
-    status, text = status_of(error), next((one for one in said if "://" not in one or " " in one), said[0])
+    texts = [re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1…", " ".join(str(cause).split())) for cause in _chain(error)]
+    said = [text[:200] or type(cause).__name__ for text, cause in zip(texts, _chain(error), strict=True)]
+    status, text = status_of(error), next((line for line in said if "://" not in line or " " in line), said[0])
     return text if status is None or str(status) in text else f"{text}, status {status}"
 
 
 def refusal(error: BaseException, address: str, doing: str, tries: int) -> StoreError:
-    """What a user is told about a request that failed for good."""
-    where, status, names = shown(address), status_of(error), {type(one).__name__ for one in _chain(error)}
+    """The error for a request that failed for good."""
+    where, status, names = shown(address), status_of(error), {type(cause).__name__ for cause in _chain(error)}
     if status in CHANGED_STATUS or "FileExpired" in names:
         return ChangedError(f"{where} has changed, or was replaced, since it was listed: run the same command again")
     scheme = address.partition("://")[0]

@@ -1,4 +1,4 @@
-"""What the parsers of both command lines share: a mistake is one line (UserError) that names the option and what to do."""
+"""Base of both command lines' parsers: a mistake is one line (UserError) that names the option and the way out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class StrictParser:
     """Mixed into a parser of jsonargparse: options by their whole names, and empty texts only where that is the default."""
 
     mistake: type[Exception]
-    """What the library raises for a user's mistake."""
+    """Exception of the library for a user's mistake."""
     source = ""
     """A file whose values are parsed as well, and "or": for messages."""
     may_be_empty = True

@@ -99,13 +99,13 @@ def find_device(name: str | int | torch.device, quantize: str | None = None) -> 
     fewer bits (`quantize`). UserError where this machine does not have it."""
     import torch
 
-    given = f"cuda:{name}" if isinstance(name, int) else str(name)
-    check_device(given)
-    if given == "auto":
+    device_name = f"cuda:{name}" if isinstance(name, int) else str(name)
+    check_device(device_name)
+    if device_name == "auto":
         if quantize is not None:
             return torch.device("cpu")
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(given)
+    device = torch.device(device_name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {str(name)!r}: there are {torch.cuda.device_count()} CUDA devices here; use 'cpu'")
     if device.type == "mps" and not torch.backends.mps.is_available():
@@ -120,8 +120,8 @@ def find_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     check_dtype(name)
     if name is None or name == "auto":
         return None
-    found: torch.dtype = getattr(torch, DTYPES[str(name).removeprefix("torch.")])
-    return found
+    dtype: torch.dtype = getattr(torch, DTYPES[str(name).removeprefix("torch.")])
+    return dtype
 
 
 def cores() -> int:
@@ -171,9 +171,9 @@ def _libgomp() -> ctypes.CDLL | None:
     """The OpenMP runtime that comes with PyTorch, where it is GNU's."""
     import torch
 
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     try:
-        return ctypes.CDLL(str(found[0])) if found else None
+        return ctypes.CDLL(str(libraries[0])) if libraries else None
     except OSError:
         return None
 
@@ -197,7 +197,7 @@ def in_threads(function: int, shared: ctypes.Structure, threads: int) -> None:
 
     Args:
         function: address of a `void (*)(void *)`.
-        shared: what all of them are given.
+        shared: argument of all of them.
     """
     address, parallel = ctypes.addressof(shared), getattr(_libgomp(), "GOMP_parallel", None) if threads > 1 else None
     if parallel is not None:
@@ -209,7 +209,7 @@ def in_threads(function: int, shared: ctypes.Structure, threads: int) -> None:
 _c_function = cache(ctypes.CFUNCTYPE(None, ctypes.c_void_p))
 
 
-def multiplies_bf16(kind: str = "auto") -> bool:
+def multiplies_bf16(device: str = "auto") -> bool:
     """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; False for others) has native bf16 products, faster than fp32.
 
     Of CPUs, those with AMX have, and AMD's with AVX512-BF16. Intel's AVX512-BF16 does as many products a cycle as its fp32: a
@@ -217,9 +217,9 @@ def multiplies_bf16(kind: str = "auto") -> bool:
     """
     import torch
 
-    if kind in ("cuda", "gpu") or (kind == "auto" and torch.cuda.is_available()):
+    if device in ("cuda", "gpu") or (device == "auto" and torch.cuda.is_available()):
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities() if kind in ("auto", "cpu") and hasattr(torch.cpu, "get_capabilities") else {}
+    capabilities = torch.cpu.get_capabilities() if device in ("auto", "cpu") and hasattr(torch.cpu, "get_capabilities") else {}
     fast = capabilities.get("avx512_bf16", False) and "Intel" not in capabilities.get("cpu_name", "")
     return bool(fast or capabilities.get("amx_bf16", False))
 

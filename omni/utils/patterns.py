@@ -18,7 +18,7 @@ def match_names(
     names: Sequence[str],
     where: str,
     strict: bool = True,
-    what: str = "parameter",
+    noun: str = "parameter",
     also: Mapping[str, str] = NONE,
 ) -> set[str]:
     """The names that at least one pattern matches.
@@ -29,7 +29,7 @@ def match_names(
     Args:
         where: the configuration key the patterns come from, for the error.
         strict: refuse a pattern that matches nothing.
-        what: the kind of thing that is named, for the error.
+        noun: for a name, in the error.
         also: second names, each with the first name that it means (`omni.model.linears.tied_names`); one whose first name is
             not in `names` is ignored.
 
@@ -52,7 +52,7 @@ def match_names(
             close = _closest(pattern, names)
             near = "the closest names are " if close else "names are such as "
             near += ", ".join(close or names[:3]) or "none"
-            raise UserError(f"{where}: pattern {pattern!r} matches no {what}; {near}")
+            raise UserError(f"{where}: pattern {pattern!r} matches no {noun}; {near}")
         chosen |= hits
     return chosen
 

@@ -48,7 +48,7 @@ class PeakMemory:
         while not self._stop.wait(self.every):
             self._top = max(self._top, self._process.memory_info().rss)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.cuda:
             synchronize(self._device)
             self.peak = torch.cuda.max_memory_allocated() - self.start
@@ -80,7 +80,7 @@ Item = TypeVar("Item")
 
 
 def in_turns(
-    works: Mapping[str, Callable[[Item], Any]], given: Sequence[Item], device: torch.device, rounds: int
+    works: Mapping[str, Callable[[Item], Any]], items: Sequence[Item], device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of each of several works with each given item, `rounds` times after one that is not counted.
 
@@ -89,7 +89,7 @@ def in_turns(
     """
     spent: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(rounds + 1):
-        for item in given:
+        for item in items:
             for name in works if turn % 2 else reversed(list(works)):
                 seconds = seconds_of(partial(works[name], item), device)
                 if turn:
@@ -114,12 +114,12 @@ def free_memory() -> float:
     root = Path("/sys/fs/cgroup")
     try:
         own = root / Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
-        groups = [place for place in (own, *own.parents) if place.is_relative_to(root)]
-        limits = {place: (place / "memory.max").read_text().strip() for place in groups if (place / "memory.max").is_file()}
-        for place in (place for place, limit in limits.items() if limit != "max"):
-            counts = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+        groups = [group for group in (own, *own.parents) if group.is_relative_to(root)]
+        limits = {group: (group / "memory.max").read_text().strip() for group in groups if (group / "memory.max").is_file()}
+        for group in (group for group, limit in limits.items() if limit != "max"):
+            counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             cached = float(counts["active_file"]) + float(counts["inactive_file"])
-            free = min(free, float(limits[place]) - float((place / "memory.current").read_text()) + cached)
+            free = min(free, float(limits[group]) - float((group / "memory.current").read_text()) + cached)
     except (OSError, ValueError, KeyError):  # another system
         pass
     return free

@@ -37,18 +37,18 @@ def check_fields(config: Any, section: str = "") -> None:
     Args:
         section: dotted key of the dataclass in its configuration.
     """
-    kind: Any = type(config)
-    choices = _choices(kind)
-    for one in fields(config):
-        value, key = getattr(config, one.name), f"{section}.{one.name}".removeprefix(".")
-        if value is not None and value not in choices.get(one.name, (value,)):
-            raise UserError(f"{key} {value!r} is unknown; {closest(value, choices[one.name])}")
-        if value is None or "range" not in one.metadata:
+    config_type: Any = type(config)
+    choices = _choices(config_type)
+    for entry in fields(config):
+        value, key = getattr(config, entry.name), f"{section}.{entry.name}".removeprefix(".")
+        if value is not None and value not in choices.get(entry.name, (value,)):
+            raise UserError(f"{key} {value!r} is unknown; {closest(value, choices[entry.name])}")
+        if value is None or "range" not in entry.metadata:
             continue
         pair = value if isinstance(value, (tuple, list)) else (value, value)
-        if len(pair) != 2 or not pair[0] <= pair[1] or not all(_inside(number, *one.metadata["range"]) for number in pair):
+        if len(pair) != 2 or not pair[0] <= pair[1] or not all(_inside(number, *entry.metadata["range"]) for number in pair):
             said = f"{pair[0]} to {pair[-1]}; lowest and highest" if pair is value else f"{value}; it"
-            raise UserError(f"{key} is {said} must be {_words(one.metadata['range'])}{one.metadata['way']}")
+            raise UserError(f"{key} is {said} must be {_words(entry.metadata['range'])}{entry.metadata['way']}")
 
 
 def _inside(value: float, least: float | None, above: float | None, most: float | None, below: float | None) -> bool:
@@ -64,11 +64,11 @@ def _words(limits: Limits) -> str:
 
 
 @functools.cache
-def _choices(kind: Any) -> Mapping[str, tuple[Any, ...]]:
+def _choices(config_type: Any) -> Mapping[str, tuple[Any, ...]]:
     """Values that fields of a dataclass may have, by name, of those that have choices."""
-    found = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        for one in (hint, *typing.get_args(hint)):
-            if typing.get_origin(one) is Literal:
-                found[name] = (*typing.get_args(one), *((True, False) if bool in typing.get_args(hint) else ()))
-    return found
+    choices = {}
+    for name, hint in typing.get_type_hints(config_type).items():
+        for annotation in (hint, *typing.get_args(hint)):
+            if typing.get_origin(annotation) is Literal:
+                choices[name] = (*typing.get_args(annotation), *((True, False) if bool in typing.get_args(hint) else ()))
+    return choices

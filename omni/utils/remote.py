@@ -37,10 +37,10 @@ def find_address(path: str | os.PathLike[str], folder: str | os.PathLike[str] = 
         folder: where relative paths start.
     """
     name = os.fspath(path)
-    found = ADDRESS.match(name) if isinstance(name, str) else None
-    if found is None or os.path.exists(os.path.join(folder, name)):
+    match = ADDRESS.match(name) if isinstance(name, str) else None
+    if match is None or os.path.exists(os.path.join(folder, name)):
         return None
-    return f"{found[1].lower()}://{name[found.end() :].rstrip('/')}"
+    return f"{match[1].lower()}://{name[match.end() :].rstrip('/')}"
 
 
 def spelled(path: object) -> str:
@@ -55,11 +55,11 @@ def shown(address: str) -> str:
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
-def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.PathLike[str] = ".", write: bool = False) -> None:
+def refuse_remote(path: str | os.PathLike[str], noun: str, folder: str | os.PathLike[str] = ".", write: bool = False) -> None:
     """UserError where a path is a remote address, and no local file has that name.
 
     Args:
-        what: kind of file or folder, for the message.
+        noun: kind of file or folder, for the message.
         folder: where relative paths start.
         write: the path is to be written, not read.
     """
@@ -72,11 +72,11 @@ def refuse_remote(path: str | os.PathLike[str], what: str, folder: str | os.Path
     if write:
         way = "name a folder here, and copy that there"
     verb = "written" if write else "read"
-    raise UserError(f"{what} {shown(address)!r} is not on this machine, and {scheme}:// is not {verb} here: {way}")
+    raise UserError(f"{noun} {shown(address)!r} is not on this machine, and {scheme}:// is not {verb} here: {way}")
 
 
-def check_there(path: str | os.PathLike[str], what: str, otherwise: str, there: Callable[[Path], bool] = Path.exists) -> None:
-    """UserError where a path is a remote address (see `refuse_remote`), or where `there(path)` is false (`otherwise`)."""
-    if not there(Path(path)):
-        refuse_remote(path, what)
+def check_there(path: str | os.PathLike[str], noun: str, otherwise: str, exists: Callable[[Path], bool] = Path.exists) -> None:
+    """UserError where a path is a remote address (see `refuse_remote`), or where `exists(path)` is false (`otherwise`)."""
+    if not exists(Path(path)):
+        refuse_remote(path, noun)
         raise UserError(otherwise)

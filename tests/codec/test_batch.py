@@ -240,8 +240,8 @@ def test_memory_follows_the_number_of_streams(name: str) -> None:
     def held() -> int:
         streams = batch._streams
         stores = [store._cache.rows for store in streams._plan.stores]
-        assert all(rows == len(streams._numbers) for rows in stores)
-        return len(streams._numbers)
+        assert all(rows == len(streams._state) for rows in stores)
+        return len(streams._state)
 
     streams = [batch.open() for _ in range(33)]
     assert all(isinstance(part, Tensor) for part in batch.push(streams, codes.expand(33, -1, -1)))

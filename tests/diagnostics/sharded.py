@@ -73,7 +73,7 @@ def replaced(mesh: DeviceMesh, given: str, apart: bool, moment: str, number: int
         with guard.expect_changed(model[number], weight):
             return torch.func.functional_call(model, {name: weight}, X)
 
-    return [outcome(run, wanted), [f.what for f in guard.findings]]
+    return [outcome(run, wanted), [f.message for f in guard.findings]]
 
 
 def patched(mesh: DeviceMesh, how: str, apart: bool, moment: str) -> list[Any]:
@@ -96,7 +96,7 @@ def patched(mesh: DeviceMesh, how: str, apart: bool, moment: str) -> list[Any]:
     wanted = plain_model()(X) + (1 if how in ("hook", "forward") else 0)
     if how == "forward of another":
         wanted = torch.full((), torch.nan)  # the weights of the module are ignored, whatever comes out
-    return [outcome(run, wanted), [f.what for f in guard.findings]]
+    return [outcome(run, wanted), [f.message for f in guard.findings]]
 
 
 def evaluated(mesh: DeviceMesh, traced: bool) -> list[Any]:

@@ -64,9 +64,9 @@ CASES = {
 def check(case: Case, found: list[Finding]) -> None:
     assert [f.kind for f in found] == case.kinds
     first = found[0]
-    assert first.place is not None
-    assert first.place.file == "tests/diagnostics/programs.py"
-    assert (first.place.line, first.place.code) == (line_of(case.line), case.line)
+    assert first.line is not None
+    assert first.line.file == "tests/diagnostics/programs.py"
+    assert (first.line.number, first.line.code) == (line_of(case.line), case.line)
     assert first.tensor == case.tensor
     assert case.remedy in first.remedy
     assert "retain" not in str(first)
@@ -128,9 +128,9 @@ def test_keeping_the_graph_silences_the_error_but_not_the_finding(handed_in):
     EMBEDDING_ROWS[0] = program.model["embedding"](torch.arange(20))
     guard.run(lambda: step(0), program.batch(0), trace=True)
     assert {f.kind for f in guard.findings} <= {"stale", "freed"}
-    assert guard.findings[0].place is not None
+    assert guard.findings[0].line is not None
     line = EMBEDDED if handed_in else 'EMBEDDING_ROWS[0] = program.model["embedding"](torch.arange(20))'
-    assert guard.findings[0].place.code == line
+    assert guard.findings[0].line.code == line
 
 
 EMBEDDING_ROWS: list = [None]
@@ -148,7 +148,7 @@ def test_two_backwards_over_one_graph_name_both_lines():
         Guard(model).run(step)
     (finding,) = caught.value.findings
     assert finding.kind == "freed" and "call backward once" in finding.remedy
-    assert finding.place is not None and finding.place.code == "hidden.mean().backward()"
+    assert finding.line is not None and finding.line.code == "hidden.mean().backward()"
     assert [place.code for place in finding.others] == ["hidden.square().mean().backward()"]
 
 
@@ -167,7 +167,7 @@ def test_weights_that_the_optimizer_steps_between_two_backwards():
         Guard(model, optimizer).run(step)
     (finding,) = caught.value.findings
     assert finding.tensor.startswith("1.weight") and "only after every backward" in finding.remedy
-    assert finding.place is not None and finding.place.code == "optimizer.step()"
+    assert finding.line is not None and finding.line.code == "optimizer.step()"
 
 
 def test_a_step_that_fails_says_nothing_of_gradients_that_had_no_time_to_come():
@@ -230,7 +230,7 @@ def test_an_edit_that_ends_before_backward(adapters):
         Guard(model).run(step)
     finding = next(f for f in caught.value.findings if f.kind == "recompute")
     assert "call backward inside its scope" in finding.remedy
-    assert finding.place is not None and finding.place.file == "omni/edit/deltas.py"
+    assert finding.line is not None and finding.line.file == "omni/edit/deltas.py"
 
 
 def test_a_state_that_is_carried_over_from_step_to_step():
@@ -245,7 +245,7 @@ def test_a_state_that_is_carried_over_from_step_to_step():
                 state.mean().backward()
     finding = caught.value.findings[-1]
     assert finding.kind == "freed" and finding.tensor.startswith("state ") and "state.detach()" in finding.remedy
-    assert finding.place is not None and finding.place.code == "state = cell(data(i), state)"
+    assert finding.line is not None and finding.line.code == "state = cell(data(i), state)"
 
 
 def test_a_loss_without_a_graph():
@@ -257,8 +257,8 @@ def test_a_loss_without_a_graph():
     with pytest.raises(GraphError) as caught:
         Guard(model).run(step)
     assert [f.kind for f in caught.value.findings] == ["no_gradient"]
-    assert caught.value.findings[0].place is not None
-    assert caught.value.findings[0].place.code == "model(data(0)).mean().detach().backward()"
+    assert caught.value.findings[0].line is not None
+    assert caught.value.findings[0].line.code == "model(data(0)).mean().detach().backward()"
 
 
 def test_padding_that_is_the_end():

@@ -131,7 +131,7 @@ def test_rerun_starts_where_the_step_started_and_puts_everything_back():
     after_seed = torch.rand(1)
     torch.manual_seed(5)
     found = guard.rerun(step)
-    assert "model[0].weight.add_(1)" in [f.place.code for f in found if f.place is not None]
+    assert "model[0].weight.add_(1)" in [f.line.code for f in found if f.line is not None]
     assert torch.equal(torch.rand(1), after_seed)
     for a, b in zip(before[0], (*model.parameters(), *model.buffers()), strict=True):
         assert torch.equal(a, b)
@@ -193,7 +193,7 @@ def test_parameters_without_gradient_and_without_owner():
 
     guard.run(step, trace=True)
     lost, owner = guard.findings
-    assert (lost.kind, lost.tensor) == ("no_gradient", "unused.weight, unused.bias") and "unused in forward" in lost.what
+    assert (lost.kind, lost.tensor) == ("no_gradient", "unused.weight, unused.bias") and "unused in forward" in lost.message
     assert (owner.kind, owner.tensor) == ("not_owned", "late.weight, late.bias")
     quiet = Guard(model, [optimizer, torch.optim.SGD(model["late"].parameters())], idle=model["unused"].parameters())
     quiet.run(step, trace=True)
@@ -211,8 +211,8 @@ def test_parameters_used_without_recording():
 
     guard.run(step, trace=True)
     (finding,) = guard.findings
-    assert finding.kind == "no_gradient" and "not recorded" in finding.what and "weight" in finding.tensor
-    assert finding.place is not None and finding.place.code == "hidden = model[0](data(0))"
+    assert finding.kind == "no_gradient" and "not recorded" in finding.message and "weight" in finding.tensor
+    assert finding.line is not None and finding.line.code == "hidden = model[0](data(0))"
 
 
 def test_zeros_of_zero_grad_are_no_gradient():
@@ -259,7 +259,7 @@ def test_a_part_that_is_repeated_otherwise_shows_in_the_second_step(make, line, 
             with guard.step():
                 program.step(i)
         assert [f.kind for f in guard.findings] == ["recompute"] * (i > 0)
-    assert guard.findings[0].place is not None and guard.findings[0].place.code == line
+    assert guard.findings[0].line is not None and guard.findings[0].line.code == line
     assert len(traces) == 2
 
 
@@ -303,8 +303,8 @@ def test_a_cache_that_is_passed_in_and_written_while_gradients_record(recording)
     guard.run(step, {"cache": cache}, trace=True)
     assert [(f.kind, f.tensor) for f in guard.findings] == [("cache", "batch['cache'].keys [4, 8] float32")] * recording
     if recording:
-        assert guard.findings[0].place is not None
-        assert guard.findings[0].place.code == "cache.keys[:2] = key[:2]"
+        assert guard.findings[0].line is not None
+        assert guard.findings[0].line.code == "cache.keys[:2] = key[:2]"
 
 
 def test_inference_tensors_in_parameters_and_batch():

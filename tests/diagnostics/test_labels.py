@@ -26,7 +26,7 @@ def test_rows_whose_end_is_masked(shifted, masked):
     assert len(found) == bool(masked)
     if masked:
         assert f"rows {', '.join(map(str, masked))};" in found[0].tensor
-        assert found[0].what.startswith(f"{len(masked)} of 3 rows")
+        assert found[0].message.startswith(f"{len(masked)} of 3 rows")
         column = [3, 4][masked[0]] - shifted
         assert found[0].tensor.endswith(f"row {masked[0]}, column {column}")
 
@@ -44,7 +44,7 @@ def test_shapes_must_agree():
 
 def test_streams_without_a_target():
     (finding,) = check_targets(torch.tensor([4, 0, 3]), ["audio0", "audio1", "text"])
-    assert finding.what.startswith("audio1 got no target") and "at least 1" in finding.remedy
+    assert finding.message.startswith("audio1 got no target") and "at least 1" in finding.remedy
     assert check_targets(torch.tensor([4, 1, 3]), ["audio0", "audio1", "text"]) == []
 
 

@@ -22,9 +22,9 @@ def test_a_copy_of_a_dispatched_model_is_edited_in_vain():
         assert torch.equal(edited(x), model(x)), "the law of this test: the edit is ignored"
     (finding,) = guard.findings
     assert (finding.kind, finding.module) == ("patch", "2")
-    assert "bound to another module" in finding.what and "functional_call" in finding.remedy
-    assert finding.place is not None and finding.place.file == "tests/diagnostics/programs.py"
-    assert finding.place.code == "def new_forward(*args: Any, **kwargs: Any) -> Any:"
+    assert "bound to another module" in finding.message and "functional_call" in finding.remedy
+    assert finding.line is not None and finding.line.file == "tests/diagnostics/programs.py"
+    assert finding.line.code == "def new_forward(*args: Any, **kwargs: Any) -> Any:"
 
 
 class LoRA(nn.Module):
@@ -58,7 +58,7 @@ def test_a_step_tells_of_a_copy_that_is_edited_in_vain(partly):
     (finding,) = guard.findings
     assert (finding.kind, finding.module) == ("patch", path)
     assert finding.tensor == ("2.weight, 2.bias" if partly else "weight, bias")
-    assert finding.place is not None and finding.place.code == "def new_forward(*args: Any, **kwargs: Any) -> Any:"
+    assert finding.line is not None and finding.line.code == "def new_forward(*args: Any, **kwargs: Any) -> Any:"
 
 
 class Wider(nn.Linear):
@@ -124,8 +124,8 @@ def test_a_shallow_copy_under_accelerate_is_edited_in_vain(asked):
     with torch.no_grad(), guard.expect_changed(edited) if asked else guard.step(x):
         assert torch.equal(edited(x), original(x)), "the law of this test: the edit is ignored"
     (finding,) = guard.findings
-    assert finding.kind == "patch" and "bound to another module" in finding.what and "weight, bias" in finding.tensor
-    assert finding.place is not None and finding.place.file.endswith("accelerate/hooks.py")
+    assert finding.kind == "patch" and "bound to another module" in finding.message and "weight, bias" in finding.tensor
+    assert finding.line is not None and finding.line.file.endswith("accelerate/hooks.py")
 
 
 def test_weights_that_accelerate_offloads_are_edited_in_vain_and_a_hook_is_not():
@@ -138,7 +138,7 @@ def test_weights_that_accelerate_offloads_are_edited_in_vain_and_a_hook_is_not()
         with guard.expect_changed(model[2], weight):
             assert torch.equal(model(x), plain), "the law of this test: the edit is ignored"
         (finding,) = guard.findings
-        assert "takes no part in forward" in finding.what and "forward hook" in finding.remedy
+        assert "takes no part in forward" in finding.message and "forward hook" in finding.remedy
         guard = Guard(model)
         model[2].register_forward_hook(low_rank)
         with guard.expect_changed(model[2]):
@@ -204,4 +204,4 @@ def test_hooks_do_not_run_where_the_module_is_not_called(through):
     with guard.expect_changed(model):
         model.forward(data(0)) if through == "forward" else nn.functional.linear(data(0), model.weight, model.bias)
     (finding,) = guard.findings
-    assert finding.kind == "patch" and "never called" in finding.what and "module(x)" in finding.remedy
+    assert finding.kind == "patch" and "never called" in finding.message and "module(x)" in finding.remedy

@@ -96,7 +96,7 @@ def test_wrong_gradients_without_an_error_are_found_without_being_asked_for_a_tr
         with guard.step():
             step(i)
     assert [finding.kind for finding in guard.findings] == [kind]
-    place = guard.findings[0].place
+    place = guard.findings[0].line
     assert (place.code if place is not None else "") == line
 
 
@@ -156,8 +156,8 @@ def test_who_carries_a_graph_from_step_to_step(how: str) -> None:
     with pytest.raises(GraphError) as error:
         in_a_variable(trainer) if how == "in_a_variable" else trainer.train(how)
     (finding,) = error.value.findings
-    assert finding.kind == "freed" and "carries the graph" in finding.what and "detach" in finding.remedy
-    assert finding.place is not None and finding.place.code == CARRIED[how]
+    assert finding.kind == "freed" and "carries the graph" in finding.message and "detach" in finding.remedy
+    assert finding.line is not None and finding.line.code == CARRIED[how]
 
 
 def test_a_tensor_of_autocast_that_is_changed_in_place() -> None:
@@ -173,8 +173,8 @@ def test_a_tensor_of_autocast_that_is_changed_in_place() -> None:
     with pytest.raises(GraphError) as error:
         guard.run(step)
     (finding,) = error.value.findings
-    assert finding.place is not None and finding.place.code == "hidden[:, 0] = 0" and "fill_" in finding.what
-    assert Path(finding.place.file).name == Path(__file__).name
+    assert finding.line is not None and finding.line.code == "hidden[:, 0] = 0" and "fill_" in finding.message
+    assert Path(finding.line.file).name == Path(__file__).name
 
 
 def test_a_loop_that_went_on_before_a_part_is_repeated() -> None:
@@ -191,7 +191,7 @@ def test_a_loop_that_went_on_before_a_part_is_repeated() -> None:
     for i in range(2):
         with guard.step():
             step(i)
-    kinds = {(finding.kind, finding.place.code if finding.place else "") for finding in guard.findings}
+    kinds = {(finding.kind, finding.line.code if finding.line else "") for finding in guard.findings}
     line = "x = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)  # noqa: B023"
     assert (
         kinds == {("recompute", line)} and "uses 2.bias when it is repeated" in guard.report() and "bind what" in guard.report()
@@ -220,5 +220,5 @@ def test_values_that_a_part_reads(kind: str) -> None:
         with guard.step():
             step(i)
     (finding,) = guard.findings
-    assert finding.kind == "recompute" and "through none of its tensors" in finding.what
-    assert finding.place is not None and finding.place.code.startswith("return (model(x) * (held.scale")
+    assert finding.kind == "recompute" and "through none of its tensors" in finding.message
+    assert finding.line is not None and finding.line.code.startswith("return (model(x) * (held.scale")

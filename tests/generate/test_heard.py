@@ -19,10 +19,10 @@ from omni.generate.speech_time import (
     CharacterReader,
     Loudness,
     SpeechTime,
+    align_text,
     estimate,
     heard_characters,
     matched,
-    place,
 )
 from omni.layout import Layout
 from omni.text import Tokenizer
@@ -104,7 +104,7 @@ SLOW = "One, two. Three four five six seven eight, nine ten."
 
 def said(pace: float, start: float) -> tuple[list[float], list[tuple[float, float]], float]:
     """When each character starts at another pace than estimated, and the stretches of speech that this makes."""
-    times, kinds = place(SLOW, SpeechTime()), CharacterReader().classes(SLOW)
+    times, kinds = align_text(SLOW, SpeechTime()), CharacterReader().classes(SLOW)
     times = [start + pace * t for t in times]
     marks = [i for i, kind in enumerate(kinds) if kind in ("comma", "stop")]
     borders = [start, *[t for i in marks for t in (times[i], times[i + 1])], times[-1]]
@@ -114,9 +114,9 @@ def said(pace: float, start: float) -> tuple[list[float], list[tuple[float, floa
 @pytest.mark.parametrize("pace", [0.8, 1.25])
 def test_pauses_and_the_end_correct_the_estimate(pace: float) -> None:
     times, speech, end = said(pace, start=0.2)
-    assert place(SLOW, SpeechTime(), speech, end) == pytest.approx(times, abs=1e-6)
-    alone = place(SLOW, SpeechTime(), speech[:1], None)
-    known = place(SLOW, SpeechTime(), speech[:3], None)
+    assert align_text(SLOW, SpeechTime(), speech, end) == pytest.approx(times, abs=1e-6)
+    alone = align_text(SLOW, SpeechTime(), speech[:1], None)
+    known = align_text(SLOW, SpeechTime(), speech[:3], None)
     at = SLOW.index("Three")
     assert known[at] == pytest.approx(times[at], abs=1e-6) and abs(alone[at] - times[at]) > 0.1
 
@@ -127,7 +127,7 @@ def test_places_never_go_back_whatever_the_sound_says() -> None:
         borders = (torch.rand(8, generator=g) * 4).sort().values.tolist()
         speech = list(zip(borders[::2], borders[1::2], strict=True))
         for end in (None, speech[-1][1], 0.1):
-            times = place(SLOW, SpeechTime(), speech, end)
+            times = align_text(SLOW, SpeechTime(), speech, end)
             assert len(times) == len(SLOW) + 1 and all(b >= a for a, b in pairwise(times))
 
 

@@ -105,7 +105,7 @@ def test_a_text_is_given_up_to_the_first_stop_however_it_comes(stops: tuple[str,
         given.append(stop.push(text[start : start + size]))
         assert not any(s in "".join(given) for s in stops)
     end = min([place for place in map(text.find, stops) if place >= 0], default=len(text))
-    assert "".join(given) + stop.finish() == text[:end] and stop.found == any(s in text for s in stops)
+    assert "".join(given) + stop.finish() == text[:end] and stop.stopped == any(s in text for s in stops)
     assert stop.characters == end
 
 

@@ -195,7 +195,7 @@ def ours(model: nn.Module, archive: Path, settings: Path, names: Sequence[str]) 
     twin = copy.deepcopy(mend)
     factors = gradient_factors(model, mend.shapes, batch(11), loss_of)
     edits = twin(factors)
-    for name, (key, mode) in mend.places.items():
+    for name, (key, mode) in mend.networks.items():
         a = edits.deltas[name].a
         assert a is not None
         arguments = f"{their(key)}{(mode,) if shared else ()}"

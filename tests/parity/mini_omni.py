@@ -40,6 +40,7 @@ from omni.text import Tokenizer
 from tests.parity.checkout import Checkout, open_checkout, quiet
 from tests.parity.report import BOUND, compare, show
 from tests.parity.weights import FULL, SIZES, make_checkpoint
+from tests.test_layout import undelayed
 
 LAYOUT = Layout.preset("mini-omni")
 TEXT_ROWS, AUDIO_ROWS = LAYOUT.text.vocabulary, LAYOUT.audio[0].vocabulary
@@ -208,7 +209,7 @@ def delayed() -> tuple[Tensor, Tensor]:
 
 def our_delay() -> Iterator[tuple[str, Any]]:
     codes, columns = delayed()
-    assert torch.equal(LAYOUT.undelayed(columns)[1], codes)
+    assert torch.equal(undelayed(LAYOUT, columns)[1], codes)
     yield "delay: first 8 frames while streaming", codes.T[:8].tolist()
     yield "delay: frames of whole columns", codes.T.tolist()
     yield "delay: levels of SNAC", [level.tolist() for level in to_levels(codes)]

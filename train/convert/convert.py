@@ -39,7 +39,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None
     foreign = _adapted(read_source(source, source_format, options), options)
     config = foreign.config
     if options.into is not None and not isinstance(config, WhisperConfig):
-        raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.kind].what}")
+        raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.format].label}")
     if isinstance(config, CodecConfig):
         check_options(options, (), f"{source} is a codec")
         return f"codec {config.name}", write_codec(foreign, target, bar)
@@ -73,7 +73,7 @@ def _adapted(model: Foreign, options: ConvertOptions) -> Foreign:
     if options.lora is None:
         return model
     if not isinstance(model.config, (ModelConfig, TextConfig)):
-        raise UserError(f"--lora has no meaning here: {model.place} is {FORMATS[model.kind].what}; leave it out")
+        raise UserError(f"--lora has no meaning here: {model.path} is {FORMATS[model.format].label}; leave it out")
     return peft.merged(model, options.lora)
 
 
@@ -102,26 +102,26 @@ def export(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | Non
     if options.kind is None and any((options.lora, options.dtype, options.encoder, options.codec_folder, options.drop_ctc)):
         options = replace(options, kind="omni")
     if options.kind is None:
-        raise UserError(f"{model.place} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")
+        raise UserError(f"{model.path} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")
     write = FORMATS[options.kind].write
     if write is None:
-        raise UserError(f"a model folder cannot be written as {FORMATS[options.kind].what}; --kind may be {', '.join(kinds)}")
+        raise UserError(f"a model folder cannot be written as {FORMATS[options.kind].label}; --kind may be {', '.join(kinds)}")
     if options.kind == "omni":
-        return f"{model.place} again", write_model(model, target, options, bar)
-    check_options(options, ("dtype",), f"{model.place} goes out as {options.kind}")
-    check_in_place(model.place, target, model.kind, options.kind)
-    return f"{model.place} as {FORMATS[options.kind].what}", write(_typed(model, options), target, bar)
+        return f"{model.path} again", write_model(model, target, options, bar)
+    check_options(options, ("dtype",), f"{model.path} goes out as {options.kind}")
+    check_in_place(model.path, target, model.format, options.kind)
+    return f"{model.path} as {FORMATS[options.kind].label}", write(_typed(model, options), target, bar)
 
 
 def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> dict[str, FileStamp]:
     """Write a complete speech model as a model folder, with another encoder or the codec's weights where they are given."""
-    own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode"), "omni": ("drop_ctc",)}.get(model.kind, ())
-    check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.place} is a whole speech model")
+    own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode"), "omni": ("drop_ctc",)}.get(model.format, ())
+    check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.path} is a whole speech model")
     assert isinstance(model.config, ModelConfig)
-    if options.encoder is not None and model.kind != "mini-omni":  # a mini-omni got its encoder in `read_source`
+    if options.encoder is not None and model.format != "mini-omni":  # a mini-omni got its encoder in `read_source`
         encoder = choose_encoder(options)
         if not isinstance(encoder, Foreign):
-            raise UserError(f"--encoder {options.encoder}: {model.place} is a whole model; give a Whisper's file or folder")
+            raise UserError(f"--encoder {options.encoder}: {model.path} is a whole model; give a Whisper's file or folder")
         model = with_encoder(model, encoder)
     assert isinstance(model.config, ModelConfig)
     if options.drop_ctc:
@@ -137,7 +137,7 @@ def codec_of(options: ConvertOptions, codec: str) -> Foreign | None:
         return None
     weights = open_foreign(options.codec_folder)
     if not isinstance(weights.config, CodecConfig) or weights.config.name != (CODECS.find(codec).kind or codec):
-        raise UserError(f"--codec_folder {options.codec_folder} holds {weights.kind}, the model's codec is {codec}")
+        raise UserError(f"--codec_folder {options.codec_folder} holds {weights.format}, the model's codec is {codec}")
     return weights
 
 
@@ -160,8 +160,8 @@ def grow_speech_model(
     encoder = choose_encoder(options)
     growth = Growth(layout, codec, projector, options.init, options.combine, options.seed)
     model = grow(text, encoder, growth, dtype)
-    heard = f"the encoder of {encoder.place}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
-    words = f"{text.place} grown by the rule {options.init}, with {heard}"
+    heard = f"the encoder of {encoder.path}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
+    words = f"{text.path} grown by the rule {options.init}, with {heard}"
     return words, streamed.write(model, target, bar, codec=codec_of(options, codec))
 
 

@@ -122,8 +122,8 @@ def check_in_place(source: Path, target: Path, from_format: str, becomes: str = 
 
     if becomes != "omni":
         known = FORMATS[becomes]
-        raise UserError(f"{target} is SOURCE too: as {known.what} it would lose {known.loses}; give another TARGET")
-    raise UserError(f"{target} is SOURCE too: {FORMATS[from_format].what}, whose own files would be lost; give another TARGET")
+        raise UserError(f"{target} is SOURCE too: as {known.label} it would lose {known.loses}; give another TARGET")
+    raise UserError(f"{target} is SOURCE too: {FORMATS[from_format].label}, whose own files would be lost; give another TARGET")
 
 
 def check(source: Path, target: Path, options: ConvertOptions) -> None:

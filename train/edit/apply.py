@@ -163,7 +163,7 @@ def choose_linears(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     if not patterns:
         return mlp_linears(model, min(3, len(model.decoder.blocks)))  # type: ignore[union-attr, arg-type]
     names = [name for name, part in model.named_modules() if is_linear(part)]
-    chosen = match_names(patterns, names, "linears", what="linear")
+    chosen = match_names(patterns, names, "linears", noun="linear")
     return [name for name in names if name in chosen]
 
 

@@ -197,7 +197,7 @@ def apply_lora(
     adapter = load_adapter(section.init_from) if section.init_from is not None else None
     targets = list(adapter.pairs) if adapter is not None else list(section.targets)
     chosen = match_names(
-        targets, list(linears), f"lora.init_from {section.init_from}" if adapter else "lora.targets", what="linear"
+        targets, list(linears), f"lora.init_from {section.init_from}" if adapter else "lora.targets", noun="linear"
     )
     base = (
         _checked(model, section, adapter, chosen)

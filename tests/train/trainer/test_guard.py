@@ -180,7 +180,7 @@ def test_the_doctor_names_streams_and_tasks_without_targets(monkeypatch: pytest.
     found = examine(read_fit_config([*written, "{T1T2: 0.5, T1A1: 0.5}"])[0], 2)
     missed = [f for f in found if f.kind == "no_target"]
     assert len(missed) == 1
-    assert missed[0].what.startswith("T1A1, audio0, audio1, audio2, audio3 got no target in 1 steps")
+    assert missed[0].message.startswith("T1A1, audio0, audio1, audio2, audio3 got no target in 1 steps")
 
 
 # --- streams and tasks without targets --------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def some_batch(model: SpeechModel, *tasks: str) -> Batch:
 
 def looks(targets: Targets, batch: Batch, steps: int) -> list[str]:
     """What is said of so many steps of one batch each."""
-    return [finding.what for _ in range(steps) for finding in targets.look([batch, None])]
+    return [finding.message for _ in range(steps) for finding in targets.look([batch, None])]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example, prompt
+from tests.test_layout import undelayed
 from tests.train.data.toys import ENCODER, MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.columns import turn_columns
 from train.data.batching.examples import Alignment, ExampleMaker, Prepared
@@ -95,7 +96,7 @@ def test_an_example_is_the_tasks_columns_and_its_prompt_that_of_serving(name, ta
     for field in ("tokens", "targets", "feature_index"):
         assert torch.equal(getattr(made.columns, field), getattr(whole, field))
     assert made.columns.features == whole.features
-    text, codes = model.layout.undelayed(made.columns.tokens[:, start:])
+    text, codes = undelayed(model.layout, made.columns.tokens[:, start:])
     written = turn.question_text if task == "A1T1" else turn.answer_text
     if TASKS[task].text:
         assert TOKENIZER.decode(text.tolist()) == written
@@ -195,7 +196,7 @@ def test_codes_are_made_of_the_answers_audio_where_there_are_none():
     row = Row((RowTurn("q", None, "a", Sound(audio, 8000)),))
     made = maker_of(model).make(0, Prepared(row), ["T1A2"])
     start = len(prompt(model.layout, Turn("T1A2", question=TOKENIZER.encode("q"))))
-    assert torch.equal(model.layout.undelayed(made.columns.tokens[:, start:])[1], codec_of(model).encode(audio))
+    assert torch.equal(undelayed(model.layout, made.columns.tokens[:, start:])[1], codec_of(model).encode(audio))
     with pytest.raises(UserError, match=r"turn 0\b.*no codec"):
         ExampleMaker(model, TOKENIZER).make(0, Prepared(row), ["T1A2"])
 

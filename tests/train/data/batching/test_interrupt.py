@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from omni.tasks import TASKS, Turn, example, prompt
+from tests.test_layout import undelayed
 from tests.train.data.batching.test_examples import answer_ids, row_of, turns_of
 from tests.train.data.toys import MODELS, TOKENIZER, maker_of
 from train.data.batching.columns import heard, interrupted, turn_columns
@@ -30,7 +31,7 @@ def test_answers_are_cut_but_the_last(name, task):
         assert torch.equal(made.tokens, maker.make(draw, Prepared(row), [task] * 2).columns.tokens)
         begin, rest = len(prompt(model.layout, turns_of(model, row, task)[0])), len(made) - len(last)
         assert torch.equal(made.tokens[:, rest:], last.tokens) and torch.equal(made.targets[:, rest:], last.targets)
-        text, codes = model.layout.undelayed(made.tokens[:, begin:rest])
+        text, codes = undelayed(model.layout, made.tokens[:, begin:rest])
         heard = replace(turns_of(model, row, task)[0], text=text.tolist(), codes=codes, cut=True)
         assert torch.equal(made.tokens[:, :rest], example(model.layout, [heard]).tokens)
         assert torch.equal(made.targets[:, :rest], example(model.layout, [heard]).targets)
