@@ -67,5 +67,5 @@ def run_apart(module: str, arguments: Sequence[str], imports: Sequence[str] = ()
 
 def _memory(process: psutil.Process) -> tuple[int, int]:
     """Bytes resident, and those of them that are neither files' nor shared."""
-    found = process.memory_info()
-    return found.rss, found.rss - getattr(found, "shared", 0)
+    memory = process.memory_info()
+    return memory.rss, memory.rss - getattr(memory, "shared", 0)

@@ -70,7 +70,7 @@ class BareLoop:
     def choose(self, text: Tensor, audio: Tensor, rows: slice) -> None:
         """Chooses the likeliest tokens as the next columns."""
         streams = self.decoder.split_audio(self.heads[1](audio))
-        self.tokens[rows] = torch.stack([*(one.argmax(-1) for one in streams), self.heads[0](text).argmax(-1)], 1)
+        self.tokens[rows] = torch.stack([*(stream.argmax(-1) for stream in streams), self.heads[0](text).argmax(-1)], 1)
 
     def prefill(self, rows: slice, ends: list[int], kept: int = 0) -> None:
         """Encodes the question for rows that end after it, with that many columns before it fed again, and chooses a column."""
@@ -187,8 +187,8 @@ def _int8_product(linears: tuple[Int8Linear, ...]) -> Product:
         rows = x.flatten(0, -2).float()
         most, count = rows.abs().amax(1, keepdim=True), len(rows)
         held = torch.empty(max(count, FEWEST), rows.shape[1], dtype=torch.uint8)
-        numbers = torch.addcdiv(middle, rows, most, value=127)
-        held[:count] = numbers if count < FEWEST else numbers.to(torch.int32)  # which is faster for many
+        quantized = torch.addcdiv(middle, rows, most, value=127)
+        held[:count] = quantized if count < FEWEST else quantized.to(torch.int32)  # which is faster for many
         out = multiply_int8(held, 1.0, 128, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], "")[:count]
         out = out.mul_(most) if bias is None else torch.addcmul(bias, out, most)
         return out.view(*x.shape[:-1], -1).to(x.dtype)

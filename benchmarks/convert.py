@@ -56,8 +56,8 @@ def convert(device: torch.device, small: bool) -> Figures:
 
     RSS counts resident pages of mapped files, which the system takes back when it needs them; "without files" is what is held.
     """
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write_model(folder / "hf", QWEN2_05B | (SMALL_LM if small else {}), 2 if small else 4)
         named = ("--tokenizer", str(folder / "hf" / "tokenizer.json"))  # the tokenizer of bytes, beside a large table
         for name, source, target, options in (
@@ -78,11 +78,11 @@ def write_model(folder: Path, settings: Mapping[str, Any], shards: int) -> None:
     text = text_config(settings)
     shapes = {their_name(name): shape for name, shape in text_shapes(text).items()}
     files = [f"model-{number + 1:05d}-of-{shards:05d}.safetensors" for number in range(shards)]
-    places = {name: files[number * shards // len(shapes)] for number, name in enumerate(shapes)}
+    shards_by_name = {name: files[number * shards // len(shapes)] for number, name in enumerate(shapes)}
     for file in files:
-        own = {name: _drawn(name, shapes[name]) for name, place in places.items() if place == file}
+        own = {name: _drawn(name, shapes[name]) for name, shard in shards_by_name.items() if shard == file}
         write_safetensors(folder / file, own)
-    index = {"metadata": {"total_size": 2 * sum(map(prod, shapes.values()))}, "weight_map": places}
+    index = {"metadata": {"total_size": 2 * sum(map(prod, shapes.values()))}, "weight_map": shards_by_name}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(dict(settings)))
     Tokenizer.bytes().save(folder / "tokenizer.json")

@@ -83,26 +83,26 @@ def prepare(device: torch.device, small: bool) -> Figures:
     """Seconds of answers a second, prepared from start to end and encoded by the codec alone right beside."""
     count, seconds, rounds = (2, 0.3, 1) if small else (24, 5.0, 3)
     with one_thread() as folder:
-        for kind in ("snac", "codec2"):
-            weights = str(write_snac(folder / "snac", SNAC_24KHZ | (SMALL_SNAC if small else {}))) if kind == "snac" else ""
-            rate = load_codec(kind, weights or None).sample_rate
+        for codec in ("snac", "codec2"):
+            weights = str(write_snac(folder / "snac", SNAC_24KHZ | (SMALL_SNAC if small else {}))) if codec == "snac" else ""
+            rate = load_codec(codec, weights or None).sample_rate
             sounds = [sound(seconds, rate, seed) for seed in range(count)]
-            asked = {"question_audio": SAMPLE_RATE} if kind == "codec2" else {}
-            table = write_table(folder / f"{kind}-data", sounds, {"answer_audio": rate, **asked})
-            names = iter(range(2 * rounds + 2))
+            asked = {"question_audio": SAMPLE_RATE} if codec == "codec2" else {}
+            table = write_table(folder / f"{codec}-data", sounds, {"answer_audio": rate, **asked})
+            runs = iter(range(2 * rounds + 2))
 
-            def prepared(_: object, kind: str = kind, weights: str = weights, table: Path = table, names: Any = names) -> None:
-                config = PrepareConfig(codec=kind, codec_folder=weights, workers=0)
-                prepare_rows(table, folder / f"{kind}-{next(names)}", config)
+            def prepared(_: object, codec: str = codec, weights: str = weights, table: Path = table, runs: Any = runs) -> None:
+                config = PrepareConfig(codec=codec, codec_folder=weights, workers=0)
+                prepare_rows(table, folder / f"{codec}-{next(runs)}", config)
 
-            def alone(_: object, kind: str = kind, weights: str = weights, sounds: Sequence[Tensor] = sounds) -> None:
-                codec = load_codec(kind, weights or None)
-                for one in sounds:
-                    codec.encode(one)
+            def alone(_: object, codec: str = codec, weights: str = weights, sounds: Sequence[Tensor] = sounds) -> None:
+                coder = load_codec(codec, weights or None)
+                for audio in sounds:
+                    coder.encode(audio)
 
             spent = in_turns({"prepared": prepared, "alone": alone}, [None], device, rounds)
             rates = {f"{name} s/s": count * seconds / statistics.median(taken) for name, taken in spent.items()}
-            name = f"{kind}, questions read and stored besides" if asked else kind
+            name = f"{codec}, questions read and stored besides" if asked else codec
             yield name, {**rates, "prepared / codec alone": ratio(spent["alone"], spent["prepared"])}
 
 
@@ -111,16 +111,16 @@ def memory(device: torch.device, small: bool) -> Figures:
 
     Without files it shows whether rows accumulate. It grows for the first rows, as the footer of the open shard does.
     """
-    counts, found = (2, 35) if small else (1000, 10_000, 20_000), []
+    counts, uses = (2, 35) if small else (1000, 10_000, 20_000), []
     with one_thread() as folder:
         for count in counts:
             table = write_table(folder / str(count), [sound(0.16, 8000, 0)], {"answer_audio": 8000}, count)
             words = [str(table), str(folder / f"prepared-{count}"), "--codec=codec2", "--workers=0", "--progress=off"]
             taken = run_apart("train.cli", ["data", "prepare", *words], IMPORTS)
-            found.append(taken)
+            uses.append(taken)
             figures = {"MiB": taken.resident / 2**20, "without files": taken.anonymous / 2**20, "rows/s": count / taken.seconds}
             yield f"{count:,} short rows", figures
-    for (less, fewer), (more, many) in pairwise(zip(counts, found, strict=True)):
+    for (less, fewer), (more, many) in pairwise(zip(counts, uses, strict=True)):
         shares = {"RSS": many.resident / max(fewer.resident, 1), "without files": many.anonymous / max(fewer.anonymous, 1)}
         yield f"{more:,} / {less:,} rows", shares
 
@@ -129,8 +129,8 @@ def write_table(folder: Path, sounds: Sequence[Tensor], rates: Mapping[str, int]
     """Writes a table of `count` turns with sounds [S] at the rates of their keys, in WAV files that turns share."""
     folder.mkdir(parents=True)
     for key, rate in rates.items():
-        for i, one in enumerate(sounds):
-            own = one if key == "answer_audio" else sound(len(one) / rates["answer_audio"], rate, i)
+        for i, audio in enumerate(sounds):
+            own = audio if key == "answer_audio" else sound(len(audio) / rates["answer_audio"], rate, i)
             soundfile.write(folder / f"{key}-{i}.wav", own.numpy(), rate)
     with (folder / "rows.jsonl").open("w") as file:
         for i in range(count or len(sounds)):
@@ -164,8 +164,8 @@ def reading(device: torch.device, small: bool) -> Figures:
         next(_open(folder / "warm", small))  # imports
         for count in counts:
             files = write_shards(folder / str(count), count, shard)
-            found = [_first_and_rate(partial(_open, folder / str(count), small), steps) for _ in range(repeat)]
-            fresh, again, rate = (statistics.median(values) for values in zip(*found, strict=True))
+            times = [_first_and_rate(partial(_open, folder / str(count), small), steps) for _ in range(repeat)]
+            fresh, again, rate = (statistics.median(values) for values in zip(*times, strict=True))
             name = f"{count:,} rows in {files} file{'s' * (files > 1)}"
             yield name, {"rows a minute": rate, "first batch s": fresh, "resumed s": again}
         data = folder / str(counts[-1])
@@ -196,11 +196,11 @@ def _in_order(loader: StepLoader, data: Path, batches: int) -> dict[str, float]:
     (state,) = loader.states.values()
     rows, read, start = state["next"], _read_bytes(), time.perf_counter()
     examples = sum(batch.examples for _ in range(batches) for batch in next(loader))
-    found = {"rows a minute": 60 * examples / (time.perf_counter() - start)}
+    figures = {"rows a minute": 60 * examples / (time.perf_counter() - start)}
     (state,) = loader.states.values()
     if read is not None:
-        found["bytes read / needed"] = (_read_bytes() - read) / used / (state["next"] - rows)
-    return found
+        figures["bytes read / needed"] = (_read_bytes() - read) / used / (state["next"] - rows)
+    return figures
 
 
 def _read_bytes() -> Any:

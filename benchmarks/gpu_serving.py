@@ -51,10 +51,10 @@ def serving_model(device: torch.device, small: bool) -> SpeechModel:
 def steps(device: torch.device, small: bool) -> Figures:
     """A step of the decoder by rows and positions: its time, the first with its capture, and what reading the ids takes."""
     model = serving_model(device, small)
-    kind = next(model.parameters()).dtype
+    dtype = next(model.parameters()).dtype
     for rows, slots, sampling in STEPS[: 2 if small else None]:
         runner = Runner(model, rows, slots)
-        hidden = Hidden(*[torch.randn(rows, 1, model.config.decoder.width, device=device, dtype=kind)] * 2)
+        hidden = Hidden(*[torch.randn(rows, 1, model.config.decoder.width, device=device, dtype=dtype)] * 2)
         runner.begin(range(rows), hidden, [Start(True, True, slots - 60, (sampling,) * len(model.layout))] * rows)
         first, taken = seconds_of(runner.step, device), timed(runner.step, device, 20)
         read = seconds_of(partial(runner.results, flush=True), device)
@@ -65,15 +65,15 @@ def steps(device: torch.device, small: bool) -> Figures:
 
 def codec(device: torch.device, small: bool) -> Figures:
     """A frame of sound for some streams at once."""
-    one = random_codec("codec2" if small else "snac", device)
+    coder = random_codec("codec2" if small else "snac", device)
     generator = torch.Generator().manual_seed(0)
     for count in (1, 16, 64, 256, 512)[: 2 if small else None]:
-        batch = one.batch()
+        batch = coder.batch()
         streams = [batch.open() for _ in range(count)]
-        frames = torch.stack([torch.randint(size, (count, 1), generator=generator) for size in one.codebook_sizes], 1)
+        frames = torch.stack([torch.randint(size, (count, 1), generator=generator) for size in coder.codebook_sizes], 1)
         for _ in range(6):  # until no stream is young
             batch.push(streams, frames)
-        yield f"{one.name}, {count} streams", {"ms": 1e3 * timed(partial(batch.push, streams, frames), device, 8)}
+        yield f"{coder.name}, {count} streams", {"ms": 1e3 * timed(partial(batch.push, streams, frames), device, 8)}
 
 
 def questions(device: torch.device, small: bool) -> Figures:
@@ -97,27 +97,27 @@ def questions(device: torch.device, small: bool) -> Figures:
 
 def live(device: torch.device, small: bool) -> Figures:
     """Sessions against the clock, once every width of a step has been captured."""
-    numbers, warm, played = ((4, 8), (3.0, 3.0), 3.0) if small else ((64, 256, 512), WARM_UP, PLAYED)
+    counts, warm, played = ((4, 8), (3.0, 3.0), 3.0) if small else ((64, 256, 512), WARM_UP, PLAYED)
     name, manner = "nano" if small else "qwen2-0.5b-omni", Workload(noise(2.0), 4.0, 0.1, False)
-    context, kind = context_of(preset(name), manner.question, manner.answer_seconds), "float32" if small else "bfloat16"
+    context, dtype = context_of(preset(name), manner.question, manner.answer_seconds), "float32" if small else "bfloat16"
     with tempfile.TemporaryDirectory() as folder:
         random_folder(f"{folder}/{name}", preset(name), torch.float32 if small else torch.bfloat16)
-        own: Any = {"slots": numbers[-1], "context": context, "device": str(device), "dtype": kind}
+        own: Any = {"slots": counts[-1], "context": context, "device": str(device), "dtype": dtype}
         with EngineProcess(f"{folder}/{name}", **own) as engine:
-            for number, before in zip(numbers, warm, strict=True):
+            for number, before in zip(counts, warm, strict=True):
                 run = asyncio.run(play(engine, manner, context, number, played, before))
                 yield f"{number} sessions", _figures(run)
 
 
 def _figures(run: LiveFigures) -> dict[str, float]:
     """Numbers of a run, with percentiles by their names."""
-    found = dict[str, float]()
+    figures = dict[str, float]()
     for name, value in asdict(run).items():
         if isinstance(value, dict):
-            found |= {f"{name} {key}": part for key, part in value.items() if part is not None}
+            figures |= {f"{name} {key}": part for key, part in value.items() if part is not None}
         elif isinstance(value, int | float):
-            found[name] = value
-    return found
+            figures[name] = value
+    return figures
 
 
 CHECKS = {check.__name__: check for check in (steps, codec, questions, live)}

@@ -128,10 +128,10 @@ def measure(
     synchronize(device)
     in_row = (time.perf_counter() - start) / repeat
     work = StepFlops(bench.objective.model)(batch, counts)
-    found = {"alone ms": alone * 1e3, "in a row ms": in_row * 1e3, "TFLOP": work / 1e12}
+    figures = {"alone ms": alone * 1e3, "in a row ms": in_row * 1e3, "TFLOP": work / 1e12}
     if device.type == "cuda" and (peak := peak_flops(device)):
-        found |= {"MFU %": 100 * work / in_row / peak, "GiB": torch.cuda.max_memory_allocated() / 2**30}
-    return found, step
+        figures |= {"MFU %": 100 * work / in_row / peak, "GiB": torch.cuda.max_memory_allocated() / 2**30}
+    return figures, step
 
 
 def kernel_times(step: Callable[[], None], device: torch.device) -> Figures:
@@ -140,27 +140,27 @@ def kernel_times(step: Callable[[], None], device: torch.device) -> Figures:
     with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * (device.type == "cuda")]) as profile:
         step()
         synchronize(device)
-    kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for event in profile.key_averages():
         on_cpu = event.device_type == torch.autograd.DeviceType.CPU
         if device.type == "cuda" and on_cpu:
             continue
         low = event.key.lower()
-        kind = next((kind for kind, words in KERNELS.items() if any(word in low for word in words)), "other")
-        kinds[kind][0] += (event.self_cpu_time_total if on_cpu else event.self_device_time_total) / 1e3
-        kinds[kind][1] += event.count
-    for kind, (spent, count) in sorted(kinds.items(), key=lambda item: -item[1][0]):
-        yield f"kernels, {kind}", {"ms": spent, "launches": count}
+        group = next((group for group, words in KERNELS.items() if any(word in low for word in words)), "other")
+        groups[group][0] += (event.self_cpu_time_total if on_cpu else event.self_device_time_total) / 1e3
+        groups[group][1] += event.count
+    for group, (spent, count) in sorted(groups.items(), key=lambda item: -item[1][0]):
+        yield f"kernels, {group}", {"ms": spent, "launches": count}
 
 
 def batches(device: torch.device, small: bool) -> Figures:
     """The fullest and the typical batch of 16 rows, with their kernels."""
     rows = 2 if small else 16
     for name, make in (("fullest", fullest), ("typical", typical)):
-        found, step = measure(workbench(device, small), make(rows, small), device, 1 if small else 5)
-        yield f"{rows} rows, {name}", found
-        for kind, spent in kernel_times(step, device):
-            yield f"{name}, {kind}", spent
+        figures, step = measure(workbench(device, small), make(rows, small), device, 1 if small else 5)
+        yield f"{rows} rows, {name}", figures
+        for kernels, spent in kernel_times(step, device):
+            yield f"{name}, {kernels}", spent
 
 
 def rows(device: torch.device, small: bool) -> Figures:
@@ -168,8 +168,8 @@ def rows(device: torch.device, small: bool) -> Figures:
     for count, checkpointing in ((2, True), (32, False))[: 1 if small else None]:
         bench = workbench(device, small, checkpointing)
         for name, make in (("fullest", fullest), ("typical", typical)):
-            found, _ = measure(bench, make(count, small), device, 1 if small else 3)
-            yield f"{count} rows, {name}{', checkpointing' * checkpointing}", found
+            figures, _ = measure(bench, make(count, small), device, 1 if small else 3)
+            yield f"{count} rows, {name}{', checkpointing' * checkpointing}", figures
 
 
 def products(device: torch.device, small: bool) -> Figures:
@@ -182,7 +182,7 @@ def products(device: torch.device, small: bool) -> Figures:
             "to x": partial(torch.mm, grad, weight),
             "to W": partial(torch.mm, grad.T, x),
         }
-        yield name, {kind: 2 * count * out * width / timed(work, device, 10) / 1e12 for kind, work in works.items()}
+        yield name, {product: 2 * count * out * width / timed(work, device, 10) / 1e12 for product, work in works.items()}
     x, grad = _random(device, count, 896), _random(device, count, 4864)
     exact = grad.float().T @ x.float()
     for reduced in (True, False):
@@ -199,9 +199,9 @@ def heads(device: torch.device, small: bool) -> Figures:
     """The text head's loss with gradients, by the size of its chunks."""
     size, width, count = (640, 64, 256) if small else (152_000, 896, 32_768)
     x, weight = (_random(device, rows, width).requires_grad_() for rows in (count, size))
-    at, one = torch.arange(count, device=device), torch.ones(1, device=device)
+    at, scale = torch.arange(count, device=device), torch.ones(1, device=device)
     for power in (28, 29, 30):
-        goals = HeadTargets((0,), [at], [at % size], one, 1 << power, compiled=device.type == "cuda")
+        goals = HeadTargets((0,), [at], [at % size], scale, 1 << power, compiled=device.type == "cuda")
 
         def work(goals: HeadTargets = goals) -> object:
             return torch.autograd.grad(linear_cross_entropy(Heads(x, x, weight, weight[:0]), goals)[0], (x, weight))
@@ -228,10 +228,10 @@ def attention(device: torch.device, small: bool) -> Figures:
         ) -> object:
             return torch.autograd.grad(forward(), inputs, grad)
 
-        there = timed(forward, device, 10)
-        back = timed(both, device, 10) - there
+        forward_seconds = timed(forward, device, 10)
+        backward_seconds = timed(both, device, 10) - forward_seconds
         work = 4 * count * 64 * sum(n * n for n in lengths) / (2 if kv < count else 1) / 1e12
-        yield name, {"forward": work / there, "backward": 2 * work / back}
+        yield name, {"forward": work / forward_seconds, "backward": 2 * work / backward_seconds}
 
 
 CHECKS = {check.__name__: check for check in (batches, products, heads, attention, rows)}

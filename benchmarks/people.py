@@ -85,13 +85,13 @@ class BarePeople:
     # --- people -------------------------------------------------------------------------------------------------------
 
     def _take(self, now: float) -> None:
-        """What people do by now: ask, or speak into an answer."""
+        """Carry out the plans that are due: questions, and words spoken into an answer."""
         while self._plans and self._plans[0][0] <= now:
-            at, person, what, number = heapq.heappop(self._plans)
+            at, person, event, number = heapq.heappop(self._plans)
             if number != self._numbers[person]:
                 continue
             self._numbers[person] += 1
-            if what == "ask":
+            if event == "ask":
                 self._pending.append((at, person))
                 self._note("questions")
                 continue
@@ -100,8 +100,8 @@ class BarePeople:
                 self._leave(row)
             self._plan(person, self.workload.speaking)
 
-    def _plan(self, person: int, seconds: float, what: str = "ask") -> None:
-        heapq.heappush(self._plans, (time.perf_counter() + seconds, person, what, self._numbers[person]))
+    def _plan(self, person: int, seconds: float, event: str = "ask") -> None:
+        heapq.heappush(self._plans, (time.perf_counter() + seconds, person, event, self._numbers[person]))
 
     def _holds(self, row: _Row, now: float) -> float:
         """Seconds of sound that its listener has left; below zero before the first."""
@@ -122,11 +122,11 @@ class BarePeople:
         if late > 0:
             self._note("underruns")
 
-    def _note(self, what: str, value: float | None = None) -> None:
+    def _note(self, field: str, value: float | None = None) -> None:
         if self.heard is not None and value is not None:
-            getattr(self.heard, what).append(value)
+            getattr(self.heard, field).append(value)
         elif self.heard is not None:
-            setattr(self.heard, what, getattr(self.heard, what) + 1)
+            setattr(self.heard, field, getattr(self.heard, field) + 1)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class BarePeople:
         again = {person: sum(turns) if len(turns) < len(self._turns[person]) else 0 for person, turns in kept.items()}
         stays = again[self._pending[0][1]]
         starting = [(asked, person) for asked, person in self._pending if again[person] == stays][:2]
-        self._pending = [one for one in self._pending if one not in starting]
+        self._pending = [waiting for waiting in self._pending if waiting not in starting]
         for _, person in starting:
             self._turns[person] = kept[person]
         ends = [sum(self._turns[person]) + len(self.loop.columns) for _, person in starting]
@@ -175,10 +175,10 @@ class BarePeople:
 
     def _leave(self, row: _Row) -> None:
         """Let an answer go; the last row takes its place."""
-        place, last = self._rows.index(row), len(self._rows) - 1
+        index, last = self._rows.index(row), len(self._rows) - 1
         self._batch.close(row.stream)
         self._turns[row.person].append(len(self.loop.columns) + row.columns)
         moved = self._rows.pop()
         if moved is not row:
-            self._rows[place] = moved
-            self.loop.move(last, place, moved.position)
+            self._rows[index] = moved
+            self.loop.move(last, index, moved.position)

@@ -69,18 +69,18 @@ def _run(name: str, check: Check, device: torch.device, options: argparse.Namesp
     return error is None
 
 
-def _merge(path: Path, device: torch.device, name: str, found: dict[str, Any]) -> None:
+def _merge(path: Path, device: torch.device, name: str, result: dict[str, Any]) -> None:
     """Adds what a check found to the file."""
     whole = json.loads(path.read_text()) if path.is_file() else {"machine": describe(device), "checks": {}}
-    whole["checks"][name] = found
+    whole["checks"][name] = result
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 def in_ms(name: str, times: Percentiles) -> dict[str, float]:
     """Percentiles in milliseconds, by their names; none of nothing."""
-    found = {part: getattr(times, part) for part in ("p50", "p95", "p99")}
-    return {f"{name} {part} ms": 1e3 * value for part, value in found.items() if value is not None}
+    values = {part: getattr(times, part) for part in ("p50", "p95", "p99")}
+    return {f"{name} {part} ms": 1e3 * value for part, value in values.items() if value is not None}
 
 
 def describe(device: torch.device) -> dict[str, Any]:

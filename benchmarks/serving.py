@@ -96,8 +96,8 @@ def ways(device: torch.device, small: bool, preset: str, quantize: str, dtype: s
                 factor = whole.real_time_factor or float("nan")
                 yield name, {"first s": first.total, "encoder s": first.encode, "real-time factor": factor}
             if mode == "variable":
-                one, two = (steps_and_readings(lm, rows, device.type == "cuda", 3)[0] for rows in (1, 2))
-                yield "step", {"one row ms": one * 1e3, "two rows ms": two * 1e3, "two / one": two / one}
+                single, double = (steps_and_readings(lm, rows, device.type == "cuda", 3)[0] for rows in (1, 2))
+                yield "step", {"one row ms": single * 1e3, "two rows ms": double * 1e3, "two / one": double / single}
 
 
 # --- questions that are heard while they come -------------------------------------------------------------------------
@@ -147,15 +147,15 @@ def people(
         noise(0.3 if small else 2.0), 0.4 if small else float(answer_seconds), 0.0 if nonstop else 0.1, bool(nonstop)
     )
     context = context_of(config, manner.question, manner.answer_seconds)
-    numbers = [2] if small else [int(word) for word in sessions.split(",")]
-    with tempfile.TemporaryDirectory() as place:
-        folder = str(Path(place) / preset)
+    counts = [2] if small else [int(word) for word in sessions.split(",")]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(Path(temporary) / preset)
         random_folder(folder, config, torch.float32)
         reference = SpeechLM.from_pretrained(folder, kernels="reference")
         with cpu_threads(None, reference.model) as threads, EngineProcess(
-            folder, slots=max(numbers), context=context, threads=threads, device="cpu"
+            folder, slots=max(counts), context=context, threads=threads, device="cpu"
         ) as engine:  # fmt: skip
-            for number in numbers:
+            for number in counts:
                 run = asyncio.run(play(engine, manner, context, number, played))
                 own = run.engine_cpu / run.written if run.written else float("nan")
                 yield f"{number} sessions, engine", _times(run.lateness, run.first_audio, run.underruns, own)
@@ -165,8 +165,8 @@ def people(
                 loop.play(played)
                 cost = (time.process_time() - cpu) / max(loop.written - written, 1)
                 late, first = (Percentiles.of(values) for values in (loop.heard.lateness, loop.heard.first_audio))
-                found = _times(late, first, loop.heard.underruns, cost)
-                yield f"{number} sessions, a bare loop", found | {"CPU, engine / loop": own / cost}
+                figures = _times(late, first, loop.heard.underruns, cost)
+                yield f"{number} sessions, a bare loop", figures | {"CPU, engine / loop": own / cost}
 
 
 def _times(late: Percentiles, first: Percentiles, underruns: int, cost: float) -> dict[str, float]:

@@ -39,7 +39,7 @@ PATIENCE = 30.0
 
 @dataclass
 class Noted:
-    """What all people of one number noted, in seconds.
+    """The times that all people of one run noted, in seconds.
 
     Attributes:
         first: from the commit of a question to its answer's first sound.
@@ -58,11 +58,11 @@ class Noted:
 
     def figures(self) -> dict[str, float]:
         """Counts, and percentiles in milliseconds."""
-        found: dict[str, float] = {"answers": self.answers, "chunks": len(self.late), "errors": len(self.errors)}
-        found["late"] = sum(late > 0 for late in self.late)
+        figures: dict[str, float] = {"answers": self.answers, "chunks": len(self.late), "errors": len(self.errors)}
+        figures["late"] = sum(late > 0 for late in self.late)
         for name in ("first", "endpointing", "late", "stopping"):
-            found |= in_ms(name, Percentiles.of(getattr(self, name)))
-        return found
+            figures |= in_ms(name, Percentiles.of(getattr(self, name)))
+        return figures
 
 
 def talk(
@@ -100,7 +100,7 @@ class SocketPerson:
     ) -> None:
         self._url, self._key, self._detection, self._barge_in, self._noted = url, key, detection, barge_in, noted
         pcm, step = pcm16(sound), round(PIECE * RATE) * 2
-        self._pieces = [self._append(pcm[place : place + step]) for place in range(0, len(pcm), step)]
+        self._pieces = [self._append(pcm[offset : offset + step]) for offset in range(0, len(pcm), step)]
         self._silence = self._append(bytes(step))
         self._random = random.Random(seed)
         self._over, self._sounding = asyncio.Event(), asyncio.Event()
@@ -172,16 +172,16 @@ class SocketPerson:
         noted = self._noted
         async for message in ws:
             event, now = json.loads(message), time.monotonic()
-            kind = event["type"]
-            if kind == "input_audio_buffer.committed":
+            event_type = event["type"]
+            if event_type == "input_audio_buffer.committed":
                 self._known, self._player = now, Player(RATE)
                 if self._detection != "manual" and self._spoke is not None:  # else it ended in a pause of the question
                     noted.endpointing.append(now - self._spoke)
-            elif kind == "input_audio_buffer.speech_started":
+            elif event_type == "input_audio_buffer.speech_started":
                 self._started = now
-            elif kind == "response.output_audio.delta":
+            elif event_type == "response.output_audio.delta":
                 self._note_sound(len(event["delta"]) * 3 // 8, now)
-            elif kind == "response.done":
+            elif event_type == "response.done":
                 noted.answers += 1
                 self._sounding.clear()
                 details = event["response"].get("status_details") or {}
@@ -191,7 +191,7 @@ class SocketPerson:
                     noted.errors.append(details["error"]["message"])
                 if details.get("reason") != "turn_detected":
                     self._over.set()
-            elif kind == "error":
+            elif event_type == "error":
                 noted.errors.append(event["error"]["message"])
 
     def _note_sound(self, samples: int, now: float) -> None:

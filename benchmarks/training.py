@@ -61,13 +61,13 @@ def objective(device: torch.device, small: bool) -> Figures:
     name, positions = ("nano", 64) if small else ("qwen2-0.5b-omni", 2048)
     for text, audio in ((0.2, 0.6), (1.0, 1.0)):
         ours, plain, held = _losses(device, name, positions, text, audio)
-        found = []
+        runs = []
         for work in (plain, ours):
             seconds = timed(work, device, 1)
             with PeakMemory(device) as memory:
                 loss, gradient = work()
-            found.append((seconds, max(memory.peak - held, 1), loss, gradient))
-        (a, m, wanted, grad), (b, n, loss, own) = found
+            runs.append((seconds, max(memory.peak - held, 1), loss, gradient))
+        (a, m, wanted, grad), (b, n, loss, own) = runs
         yield f"{positions} positions, {text:.0%} of text and {audio:.0%} of audio supervised", {
             "plain s": a, "ours s": b, "time, ours / plain": b / a, "plain GiB": m / GIB, "ours GiB": n / GIB,
             "memory, ours / plain": n / m, "loss off": abs(loss - wanted) / abs(wanted),
@@ -126,7 +126,7 @@ def recipe(file: str, small: bool) -> FitConfig:
 
 
 def phases_of(config: FitConfig) -> dict[str, float]:
-    """Those of `PHASES` that a recipe has."""
+    """The `PHASES` that a recipe has."""
     return {phase: share for phase, share in PHASES.items() if share or config.objective.align_first}
 
 
@@ -195,21 +195,21 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
     sections = {name: BalanceConfig(name.partition(":")[0], name.partition(":")[2] or None) for name in methods.split(",")}
     for section in sections.values():
         check_balance(section, mixture, run.fabric.precision, 1)
-    judged = [section for section in sections.values() if section.kind.bilevel]  # these need held-out rows
+    judged = [section for section in sections.values() if section.spec.bilevel]  # these need held-out rows
     section, plain = (judged or list(sections.values()))[0], replace(run.objective, align_first=0.0)
-    with with_batches(replace(run, balance=section, data=mixture, objective=plain), device, steps) as (loop, given):
+    with with_batches(replace(run, balance=section, data=mixture, objective=plain), device, steps) as (loop, batches):
         built = {field.name: getattr(loop.step, field.name) for field in fields(PlainStep)}
         works: dict[str, Step] = {"plain": PlainStep(**built)}
         for name, section in sections.items():
             parts, own = loop.parts, (loop.fabric, loop.module, loop.trainable)
             assert parts.balanced is not None
             balancing = Balancing(
-                section, parts.balanced, *own, parts.tasks, parts.streams, parts.targets, loop.group, len(given[0].batches),
+                section, parts.balanced, *own, parts.tasks, parts.streams, parts.targets, loop.group, len(batches[0].batches),
                 loop.config.objective.by_heads,
             )  # fmt: skip
             works[name] = BalancedStep(**built, balance=balancing, start=0.0)
         slices = {name: partial(_slice, step) for name, step in works.items()}
-        spent = in_turns(slices, [given], device, 1 if small else 12)
+        spent = in_turns(slices, [batches], device, 1 if small else 12)
     yield "plain", {"ms": statistics.median(spent["plain"]) / steps * 1e3}
     for name in sections:
         yield f"{name}, level {sections[name].at}", {"balanced / plain": ratio(spent[name], spent["plain"])}
@@ -227,14 +227,14 @@ def guard(device: torch.device, small: bool, config: str) -> Figures:
         UserError: it found something in the recipe's own steps, so that they are no measure.
     """
     run, rounds = recipe(config, small), 1 if small else 8
-    with with_batches(run, device, 1 if small else 4) as (loop, given):
+    with with_batches(run, device, 1 if small else 4) as (loop, batches):
         guarded = StepGuard(loop.objective, loop.optimizer, loop.parts.idle)
         for phase, share in phases_of(run).items():
             plain = partial(loop.step, progress=share)
             watched = partial(GuardedStep(loop.step, guarded), progress=share)
             traced = partial(GuardedStep(loop.step, guarded, trace=True), progress=share)
-            spent = in_turns({"plain": plain, "watched": watched}, given, device, rounds)
-            trace = in_turns({"plain": plain, "traced": traced}, given, device, 1)
+            spent = in_turns({"plain": plain, "watched": watched}, batches, device, rounds)
+            trace = in_turns({"plain": plain, "traced": traced}, batches, device, 1)
             yield phase, {
                 "plain ms": statistics.median(spent["plain"]) * 1e3, "watched / plain": ratio(spent["watched"], spent["plain"]),
                 "traced / plain": ratio(trace["traced"], trace["plain"]),
@@ -250,10 +250,10 @@ def precision(device: torch.device, small: bool, config: str) -> Figures:
         loops = {}
         for name in ("32-true", "bf16-mixed"):
             own = replace(run, fabric=replace(run.fabric, precision=name))  # type: ignore[arg-type]
-            loops[name], given = runs.enter_context(with_batches(own, device, 1 if small else 4))
+            loops[name], batches = runs.enter_context(with_batches(own, device, 1 if small else 4))
         for phase, share in phases_of(run).items():
             taken = {name: partial(loop.step, progress=share) for name, loop in loops.items()}
-            whole, half = in_turns(taken, given, device, 1 if small else 8).values()
+            whole, half = in_turns(taken, batches, device, 1 if small else 8).values()
             medians = {"fp32 ms": statistics.median(whole) * 1e3, "bf16 ms": statistics.median(half) * 1e3}
             yield phase, {**medians, "bf16 / fp32": ratio(half, whole)}
 
@@ -267,11 +267,11 @@ def checkpoint(device: torch.device, small: bool, config: str) -> Figures:
     safetensors' own function writes the same.
     """
     steps, parts = 1 if small else 3, dict[str, list[float]](copy=[], save=[])
-    with with_batches(_large(recipe(config, small), small), device, steps) as (loop, given):
+    with with_batches(_large(recipe(config, small), small), device, steps) as (loop, batches):
         saver = loop.checkpointer
 
         def take(_: object) -> None:
-            for batch in given:
+            for batch in batches:
                 loop.step(batch, 0.5)
                 loop.position.step += 1
             synchronize(device)
@@ -289,7 +289,7 @@ def checkpoint(device: torch.device, small: bool, config: str) -> Figures:
 
         works = {"plain": take, "asynchronous": asynchronous, "synchronous": synchronous, "file": lambda _: _save_file(loop)}
         spent = in_turns(works, [None], device, 1 if small else 7)
-        held = capture(saver.place, loop.position, {}, *saver.training, loop.group)
+        held = capture(saver.parent, loop.position, {}, *saver.training, loop.group)
         size = sum(tensor.nbytes for tensor in held.tensors.values())
     lost = [a - b for a, b in zip(spent["asynchronous"], spent["plain"], strict=True)]
     copy, save = (statistics.median(taken[1:]) for taken in parts.values())
@@ -318,7 +318,7 @@ def _large(config: FitConfig, small: bool) -> FitConfig:
 def _save_file(loop: Loop) -> None:
     """Writes the same tensors to the same disk by safetensors' own function."""
     saver = loop.checkpointer
-    tensors = capture(saver.place, loop.position, {}, *saver.training, loop.group).tensors
+    tensors = capture(saver.parent, loop.position, {}, *saver.training, loop.group).tensors
     folder: Path = loop.folder / "save_file"
     folder.mkdir(exist_ok=True)
     save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors")

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             say(f"error: {error.filename} cannot be read or written ({error.strerror}); fix that and run again")
             return 2
-        lost = any(kind.__name__ == "DistError" for kind in type(error).__mro__)  # another process has ended, and said why
+        lost = any(base.__name__ == "DistError" for base in type(error).__mro__)  # another process has ended, and said why
         if not (_rank() > 0 and lost):
             say(f"error: {in_one_line(error)}")
         return FAILED

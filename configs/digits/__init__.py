@@ -16,7 +16,7 @@ from .options import WORDY, RecordedDigitsConfig, SpokenDigitsConfig
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
     from train.config.run import FitConfig
-    from train.console.progress import Kind
+    from train.console.progress import Progress
     from train.eval.turn_ends import PausedQuestion
 
     from .recorded import RecordedDigits
@@ -88,7 +88,7 @@ class RecordedDigitsOptions(RecordedDigitsConfig, SourceOptions):
 
         find_recordings(self.folder)
 
-    def prepare(self, progress: Kind) -> None:
+    def prepare(self, progress: Progress) -> None:
         from .recorded import speak_ahead
 
         speak_ahead(self, progress)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from omni.audio.resample import resample
+from omni.audio.io import SAMPLE_RATE, resample
 from omni.generate.speech_lm import SpeechLM
 from train.console.progress import Display
 from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.row import Row
 from train.data.seeding import seeded_rng
-from train.eval.held_out import SAMPLE_RATE, evaluate, items_of
+from train.eval.held_out import evaluate, items_of
 from train.eval.turn_ends import PAUSE, SILENCE, PausedQuestion
 from train.scoring.text import normalise
 
@@ -61,8 +61,8 @@ def examine_conversations(lm: SpeechLM, source: SpokenDigits, count: int = 40) -
     display, right = Display(len(held)), []
     try:
         with ThreadPoolExecutor(TOGETHER) as pool:
-            for one in pool.map(lambda each: _converse(lm, *each), held):
-                right.append(one)
+            for answers in pool.map(lambda each: _converse(lm, *each), held):
+                right.append(answers)
                 display.tick(1, 0)
     finally:
         display.close()
@@ -103,13 +103,13 @@ def _alone(lm: SpeechLM, source: SpokenDigits, rows: list[Row]) -> float | None:
 
 
 def _share(right: Iterable[bool]) -> float | None:
-    given = list(right)
-    return statistics.fmean(given) if given else None
+    answers = list(right)
+    return statistics.fmean(answers) if answers else None
 
 
 def paused_questions(source: SpokenDigits, count: int) -> list[PausedQuestion]:
     """Questions in held-out voices in turn, arithmetic and digits alternately, each with a pause at a drawn place."""
-    config, found = source.config, list[PausedQuestion]()
+    config, questions = source.config, list[PausedQuestion]()
     for number in range(count):
         rng = seeded_rng(3, "paused", number)
         question = draw_question(config, rng, "digits" if number % 2 else "arithmetic")
@@ -128,5 +128,5 @@ def paused_questions(source: SpokenDigits, count: int) -> list[PausedQuestion]:
         kinds: tuple[str, ...] = ("whole" if whole_question(config, first) else "more", "open" if goes_on else "closed")
         kinds += ("clear",) if kinds == ("more", "closed") else ()
         pause = float(times[1]), float(times[2])
-        found.append(PausedQuestion(question.text, voice, kinds, torch.cat(pieces), pause, float(times[3])))
-    return found
+        questions.append(PausedQuestion(question.text, voice, kinds, torch.cat(pieces), pause, float(times[3])))
+    return questions

@@ -161,8 +161,8 @@ def converse(lm: SpeechLM, source: SpokenDigits, folder: Path) -> dict[str, Any]
                 timings = event.timings
     assert timings is not None
     again = [timings, *(lm.generate(question, "A1A2").timings for _ in range(4))]  # the first ones after a start take longer
-    first = [1000 * one.first_audio for one in again if one.first_audio is not None]
-    factors = [one.real_time_factor for one in again if one.real_time_factor is not None]
+    first = [1000 * timing.first_audio for timing in again if timing.first_audio is not None]
+    factors = [timing.real_time_factor for timing in again if timing.real_time_factor is not None]
     print(f"   ({timings.audio:.1f} s, {folder / 'answer.wav'})")
     return {
         "question": turn.question_text,
@@ -210,8 +210,8 @@ def write_report(folder: Path, examined: Examination, talk: dict[str, Any]) -> s
     ]
     width = max(len(name) for name, _ in lines)
     table = "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines)
-    found = [name for name in ("question.wav", "answer.wav", "curves.png", "spectrogram.png") if (folder / name).exists()]
-    files = "\n".join(f"  {folder / name}" for name in (*found, "report.md"))
+    written = [name for name in ("question.wav", "answer.wav", "curves.png", "spectrogram.png") if (folder / name).exists()]
+    files = "\n".join(f"  {folder / name}" for name in (*written, "report.md"))
     text = f"{table}\n\nfiles\n{files}\n"
     (folder / "report.md").write_text(f"# What the model can do\n\n```\n{text}```\n", encoding="utf-8")
     data = {
@@ -227,17 +227,17 @@ def write_report(folder: Path, examined: Examination, talk: dict[str, Any]) -> s
     return text
 
 
-def _conversed(found: Conversed | None) -> list[tuple[str, str]]:
+def _conversed(result: Conversed | None) -> list[tuple[str, str]]:
     """Lines of the report about conversations."""
-    if found is None:
+    if result is None:
         return []
-    places = ("first", "second", "third", "fourth")
+    ordinals = ("first", "second", "third", "fourth")
     return [
-        ("questions of conversations, asked by themselves", _percent(found.alone)),
-        *((f"  the same as a conversation's {place} turn", _percent(x)) for place, x in zip(places, found.turns, strict=True)),
-        ("  after an interruption", _percent(found.cut)),
-        ('"and twice that", "say it again"', _percent(found.follow_ups)),
-        ("  after an interruption", _percent(found.cut_follow_ups)),
+        ("questions of conversations, asked by themselves", _percent(result.alone)),
+        *((f"  the same as a conversation's {nth} turn", _percent(x)) for nth, x in zip(ordinals, result.turns, strict=True)),
+        ("  after an interruption", _percent(result.cut)),
+        ('"and twice that", "say it again"', _percent(result.follow_ups)),
+        ("  after an interruption", _percent(result.cut_follow_ups)),
     ]
 
 

@@ -24,7 +24,7 @@ from omni.audio.io import read_audio
 from omni.audio.resample import resample
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
-from train.console.progress import Kind
+from train.console.progress import Progress
 from train.data.augment import coloured_noise
 from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.row import Codes, Row, RowTurn, Sound
@@ -141,8 +141,8 @@ class RecordedDigits:
         noisy = None
         if varied and c.noise_db is not None and rng.random() < c.noisy:
             noisy = rng.uniform(*c.noise_db), rng.random()
-        for place, digit in enumerate(digits):
-            if place:
+        for position, digit in enumerate(digits):
+            if position:
                 pieces.append(torch.zeros(round(rng.uniform(*c.pause) * RATE)))
             said = say(digit)
             if not float(said.abs().max()) > SILENT:
@@ -204,7 +204,7 @@ class RecordedDigits:
         return read(usual)
 
 
-def speak_ahead(config: RecordedDigitsConfig, progress: Kind = "auto") -> int:
+def speak_ahead(config: RecordedDigitsConfig, progress: Progress = "auto") -> int:
     """Speak and cache all words that other programs' voices may be asked for; returns the number of new words.
 
     Raises:
@@ -254,17 +254,17 @@ def find_recordings(folder: str) -> dict[str, dict[int, list[Path]]]:
     root = Path(folder)
     if not root.is_dir():
         raise UserError(f"options.folder {folder} does not exist: {WHERE}")
-    found: dict[str, dict[int, list[tuple[int, Path]]]] = defaultdict(lambda: defaultdict(list))
+    recordings: dict[str, dict[int, list[tuple[int, Path]]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(root.iterdir()):
         if match := NAME.fullmatch(path.name):
-            found[match["speaker"]][int(match["digit"])].append((int(match["index"]), path))
-    if not found:
+            recordings[match["speaker"]][int(match["digit"])].append((int(match["index"]), path))
+    if not recordings:
         raise UserError(f"options.folder {folder} holds no files such as 7_jackson_12.wav: {WHERE}")
-    for speaker, digits in found.items():
+    for speaker, digits in recordings.items():
         lacking = sorted(set(range(10)) - set(digits))
         if lacking:
             raise UserError(f"options.folder {folder}: {speaker} never says {NUMBERS[lacking[0]]}; add it, or take them out")
     return {
         speaker: {digit: [path for _, path in sorted(paths)] for digit, paths in sorted(digits.items())}
-        for speaker, digits in found.items()
+        for speaker, digits in recordings.items()
     }

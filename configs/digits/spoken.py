@@ -73,8 +73,8 @@ class SpokenDigits:
         In a block of reuse * distance draws, each of `distance` utterances is drawn again after `distance` draws. Where that is
         a multiple of the number of packers, the same packer draws it again, and so the worker that has it in its cache.
         """
-        block, place = divmod(index, self.config.reuse * self.config.reuse_distance)
-        return block * self.config.reuse_distance + place % self.config.reuse_distance
+        block, offset = divmod(index, self.config.reuse * self.config.reuse_distance)
+        return block * self.config.reuse_distance + offset % self.config.reuse_distance
 
     def row(self, index: int) -> Row:
         """Make the conversation of draw `index`."""

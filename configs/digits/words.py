@@ -24,7 +24,7 @@ from omni.audio.resample import resample
 from omni.checkpoint.tensors import save_tensors
 from omni.errors import UserError
 from omni.files import replacing
-from train.console.progress import Kind, Screen
+from train.console.progress import Progress, Screen
 from train.data.tts.voices import make_voice
 
 _SCALE = 32767
@@ -40,18 +40,18 @@ def say_word(voice: str, word: str, rate: int, folder: str | None = None) -> Ten
     return resample(said.float() / _SCALE, rate, SAMPLE_RATE)
 
 
-def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, progress: Kind = "auto") -> int:
+def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, progress: Progress = "auto") -> int:
     """Speak and cache the words that the folder lacks, as many voices at a time as there are cores. A voice's words are written
     together, under another name and renamed: an interruption loses the voices in progress. `wanted`: words by voice. Returns
     number of words that were spoken. UserError: a voice cannot say a word, or a file of the folder is no cache of words."""
-    place = Path(folder)
-    kept = {voice: _words(str(_file(place, voice, rate))) for voice in wanted}
+    root = Path(folder)
+    kept = {voice: _words(str(_file(root, voice, rate))) for voice in wanted}
     lacking = {voice: sorted(set(words) - (kept[voice] or [set()])[0]) for voice, words in wanted.items()}
     lacking = {voice: words for voice, words in lacking.items() if words}
     total = sum(map(len, lacking.values()))
     if not total:
         return 0
-    place.mkdir(parents=True, exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
     screen = Screen(progress, total=total, unit=" words", desc="voices speak, once", mininterval=0.2)
     screen.say(
         f"speaking {total} words in {len(lacking)} voice{'s' * (len(lacking) > 1)}; {folder} keeps them for the next run"
@@ -67,7 +67,7 @@ def keep_words(wanted: Mapping[str, Iterable[str]], rate: int, folder: str, prog
             with counting:
                 if screen.bar is not None:
                     screen.bar.update()
-        _keep(_file(place, voice, rate), voice, rate, said)
+        _keep(_file(root, voice, rate), voice, rate, said)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:

@@ -28,8 +28,8 @@ from omni.errors import UserError
 from train.balance.bilevel import Batch, BilevelStep
 from train.balance.config import MAX_TASKS, BalanceConfig
 from train.balance.rows import (
-    Given,
     MethodChoice,
+    MethodInput,
     Rows,
     State,
     Sum,
@@ -65,14 +65,14 @@ class BalanceReport:
         """Figures by name for a table: `weight/A1T1`, `norm/A1T1`, `cosine/A1T1/A1A2`, and `absent/A1T1` or `zero/A1T1` where
         a task was."""
         figures: dict[str, float] = {}
-        for kind, values in (("weight", self.weights), ("norm", self.norms)):
-            figures.update({f"{kind}/{t}": float(v) for t, v in zip(tasks, values, strict=True) if v == v})
-        for i, one in enumerate(tasks):
+        for name, values in (("weight", self.weights), ("norm", self.norms)):
+            figures.update({f"{name}/{t}": float(v) for t, v in zip(tasks, values, strict=True) if v == v})
+        for i, task in enumerate(tasks):
             for j in range(i):
                 if self.cosines[i, j] == self.cosines[i, j]:
-                    figures[f"cosine/{tasks[j]}/{one}"] = float(self.cosines[i, j])
-        for kind, flags in (("absent", self.absent), ("zero", self.zero)):
-            figures.update({f"{kind}/{t}": 1.0 for t, flag in zip(tasks, flags, strict=True) if flag})
+                    figures[f"cosine/{tasks[j]}/{task}"] = float(self.cosines[i, j])
+        for name, flags in (("absent", self.absent), ("zero", self.zero)):
+            figures.update({f"{name}/{t}": 1.0 for t, flag in zip(tasks, flags, strict=True) if flag})
         return figures
 
 
@@ -119,9 +119,9 @@ class Chooser:
         self.last = asked = present & ~zero
         weights = torch.zeros(m, dtype=torch.float64)
         if asked.any():
-            given = self.given(losses, asked, rows, others)
+            inputs = self.method_input(losses, asked, rows, others)
             with torch.no_grad():
-                choice = self._ruled(given)
+                choice = self._ruled(inputs)
             weights[asked] = choice.weights.double()
             choice = choice if asked.equal(present) else choice.spread(asked[present])
         elif rows is not None and present.any():
@@ -135,11 +135,11 @@ class Chooser:
         self.absences += ~present
         return choice, BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
 
-    def _ruled(self, given: Given) -> MethodChoice:
-        """What the method chooses; UserError, naming it, where it fails or chooses no weights."""
-        name, m = self.config.method, len(given.losses)
+    def _ruled(self, inputs: MethodInput) -> MethodChoice:
+        """The method's choice; UserError, naming the method, where it fails or chooses no weights."""
+        name, m = self.config.method, len(inputs.losses)
         try:
-            choice = self.config.kind.rule(given)
+            choice = self.config.spec.rule(inputs)
         except UserError:
             raise
         except Exception as error:
@@ -147,12 +147,12 @@ class Chooser:
         weights = getattr(choice, "weights", None)
         if not isinstance(choice, MethodChoice) or not isinstance(weights, Tensor) or weights.shape != (m,):
             raise UserError(f"balance method {name} returned {choice!r:.80}; it must return a MethodChoice with {m} weights")
-        if not weights.isfinite().all() and given.losses.isfinite().all():
-            raise UserError(f"balance method {name} returned weights {weights.tolist()} for losses {given.losses.tolist()}")
+        if not weights.isfinite().all() and inputs.losses.isfinite().all():
+            raise UserError(f"balance method {name} returned weights {weights.tolist()} for losses {inputs.losses.tolist()}")
         return choice
 
-    def given(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> Given:
-        return Given(
+    def method_input(self, losses: Tensor, present: Tensor, rows: Rows | None, others: tuple[Rows, ...]) -> MethodInput:
+        return MethodInput(
             losses[present],
             Rows(torch.zeros(int(present.sum()), 0)) if rows is None else rows.take(present),
             tuple(other.take(present) for other in others),
@@ -196,7 +196,7 @@ class Balancer(Chooser):
 
     def ahead(self) -> Tensor | None:
         """Weights of all tasks [m] that the next step will use; None where they depend on its losses."""
-        if not self.config.kind.ahead:
+        if not self.config.spec.ahead:
             return None
         probe = Balancer(self.config, self.tasks)
         probe.load_state_dict(self.state_dict())
@@ -219,12 +219,12 @@ class Balancer(Chooser):
 
         They are of the same batch, or, unless its `again` says so, of the next one before its step, as `counts` then are.
         """
-        if self.config.kind.after is None:
+        if self.config.spec.after is None:
             return
         values = summed(losses, reduce)
-        given = self.given(values, self.last & self.present(values, counts), None, ())
-        if len(given.losses):
-            self.config.kind.after(given)
+        inputs = self.method_input(values, self.last & self.present(values, counts), None, ())
+        if len(inputs.losses):
+            self.config.spec.after(inputs)
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class Balancer(Chooser):
 
 def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
     """Build the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
-    return Bilevel(config, tasks) if config.kind.bilevel else Balancer(config, tasks)
+    return Bilevel(config, tasks) if config.spec.bilevel else Balancer(config, tasks)
 
 
 class Bilevel(Chooser):
@@ -336,7 +336,7 @@ class Bilevel(Chooser):
             reduce, run, settled,
         )  # fmt: skip
         with step.restored():
-            return self._step(*self.config.kind.rule(step))
+            return self._step(*self.config.spec.rule(step))
 
     def _logits(self) -> Tensor:
         m = len(self.tasks)
@@ -345,8 +345,8 @@ class Bilevel(Chooser):
     def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> BalanceReport:
         """Update the logits by Adam with their gradient [k], and report."""
         self._logits()
-        given = self.given(torch.ones(len(present), dtype=torch.float64), present, rows, ())
-        given.adam("logits", gradient, 1 / len(self.tasks), self.config.values["lr"])
+        inputs = self.method_input(torch.ones(len(present), dtype=torch.float64), present, rows, ())
+        inputs.adam("logits", gradient, 1 / len(self.tasks), self.config.values["lr"])
         self.steps += 1
         self.absences += ~present
         m = len(present)
@@ -389,12 +389,12 @@ class FeatureHook:
         """Replace the features' gradient [N, C] by the combined one."""
         balancer, m = self.balancer, len(self.balancer.tasks)
         values = gradient.float() / self.scale
-        if balancer.config.kind.signs:
+        if balancer.config.spec.signs:
             values = values * features.sign()
-        place = torch.where(task < 0, m, task)
+        row = torch.where(task < 0, m, task)
         counted = torch.cat([values, torch.ones_like(values[:, :1])], 1)
         # Not by `index_add_`: a GPU would add in any order, and the sums choose weights.
-        table = self.reduce(torch.stack([torch.where((place == i)[:, None], counted, 0).sum(0) for i in range(m)]))
+        table = self.reduce(torch.stack([torch.where((row == i)[:, None], counted, 0).sum(0) for i in range(m)]))
         self._rows = table if self._rows is None else self._rows + table
         rows, heard = Rows(self._rows[:, :-1]), self._rows[:, -1].cpu() > 0
         before = None if self.last else balancer.state_dict()
@@ -409,7 +409,7 @@ class FeatureHook:
         every = values.new_zeros(m + 1, factors.shape[1])
         present = torch.cat([self.report.absent == 0, torch.zeros(1, dtype=torch.bool)])
         every[present.to(every.device)] = factors.to(every)
-        kept = torch.where(every[place] == 0, 0.0, gradient.float() * every[place])  # an absent task may be nan
+        kept = torch.where(every[row] == 0, 0.0, gradient.float() * every[row])  # an absent task may be nan
         return kept.to(gradient.dtype)
 
 

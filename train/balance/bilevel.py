@@ -80,11 +80,11 @@ class BilevelStep:
 
     @torch.no_grad()
     def move(self, by: Tensor) -> None:
-        place = 0
+        offset = 0
         for p in self.parameters:
             own = local(p)
-            own.add_(by[place : place + own.numel()].view_as(own).to(own.dtype))
-            place += own.numel()
+            own.add_(by[offset : offset + own.numel()].view_as(own).to(own.dtype))
+            offset += own.numel()
 
     def norm(self, vector: Tensor) -> float:
         return float(Rows(vector[None], self.total).norms())
@@ -92,9 +92,9 @@ class BilevelStep:
     def values(self, batch: Batch) -> Tensor:
         """Losses of a batch without gradients, [m] float64 on the CPU."""
         with torch.no_grad():
-            found = summed(batch(), self.reduce)
+            losses = summed(batch(), self.reduce)
         self.settled()
-        return found
+        return losses
 
     def gradient(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Gradient of the weighted sum of the present losses, [P], and the losses, [m]."""
@@ -107,14 +107,14 @@ class BilevelStep:
 
     def rows(self, batch: Batch) -> tuple[Rows, Tensor]:
         """One gradient per task, and the losses, [m]."""
-        found: list[Tensor] = []
+        gradients: list[Tensor] = []
         values = torch.zeros(0)
         for task in range(self.tasks):
             losses = batch()
             values = summed(losses, self.reduce)
             self.run(losses[task])
-            found.append(take_gradients(self.parameters))
-        table = torch.stack(found)
+            gradients.append(take_gradients(self.parameters))
+        table = torch.stack(gradients)
         return Rows(table if self.summed else self.reduce(table), self.total), values
 
 

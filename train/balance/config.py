@@ -51,7 +51,7 @@ class BalanceConfig:
     separate: tuple[str, ...] = ("*_head.*",)
 
     def __post_init__(self) -> None:
-        method = self.kind
+        method = self.spec
         if self.level is not None and self.level not in LEVELS:
             raise UserError(f"balance.level {self.level!r} is unknown; {closest(self.level, LEVELS)}")
         if self.level is not None and self.level not in method.levels:
@@ -87,14 +87,9 @@ class BalanceConfig:
                 "tasks, or another level"
             )
 
-    @classmethod
-    def of(cls, method: str, level: str | None = None, **settings: Any) -> BalanceConfig:
-        """Make a configuration with the method's settings as keywords."""
-        return cls(method, level, settings)
-
     @property
-    def kind(self) -> Method:
-        """What the method needs."""
+    def spec(self) -> Method:
+        """The registered method, which says what it needs."""
         from train.balance.methods import METHODS
 
         if self.method not in METHODS:
@@ -104,31 +99,31 @@ class BalanceConfig:
     @property
     def at(self) -> str:
         """The configured level, or else the method's default."""
-        return self.level or self.kind.levels[0]
+        return self.level or self.spec.levels[0]
 
     @property
     def values(self) -> dict[str, Any]:
         """All settings of the method, defaults included."""
-        return {**{name: setting.default for name, setting in self.kind.settings.items()}, **self.settings}
+        return {**{name: setting.default for name, setting in self.spec.settings.items()}, **self.settings}
 
     @property
     def separates(self) -> bool:
         """True where parameters that tasks do not share are trained differently from the shared ones."""
-        return self.at == "parameters" and not self.kind.bilevel
+        return self.at == "parameters" and not self.spec.bilevel
 
     def passes(self, data: DataConfig, by_heads: bool, streams: int, world: int = 1) -> tuple[float, float]:
         """Forward and backward passes of a step on each of `world` processes, in those of a plain one (docs/balance.md);
         `by_heads` where losses on the encoder, which belong to no task, are trained."""
         names = balanced_tasks(self, data)
         m, rest = len(names) or streams, float(by_heads or (self.tasks == "tasks" and not data.drawn <= set(names)))
-        if self.kind.passes is not None:
-            return self.kind.passes(m, rest, self.values)
+        if self.spec.passes is not None:
+            return self.spec.passes(m, rest, self.values)
         if self.at == "parameters":
             return m + rest, m + rest
-        if self.at == "features" or self.kind.ahead:
+        if self.at == "features" or self.spec.ahead:
             return 1.0, 1.0
         again = 1.0 if data.micro_batches > world else 0.0  # a pass without gradients first
-        return 1.0 + again + (1.0 if self.kind.after is not None and self.kind.again(self.values) else 0.0), 1.0
+        return 1.0 + again + (1.0 if self.spec.after is not None and self.spec.again(self.values) else 0.0), 1.0
 
 
 def of_level(level: str) -> list[str]:
@@ -181,22 +176,22 @@ def check_balance(
     """Check the section against data, precision, number of processes and streams of the layout (None where the configuration
     does not say); UserError for settings that do not fit together, with one line that says what to change."""
     balanced_tasks(section, data)
-    kind, method = section.kind, section.method
+    spec, method = section.spec, section.method
     if section.tasks == "streams" and streams is not None and not 2 <= streams <= MAX_TASKS:
         raise UserError(
             f"balance.tasks is streams, but the model's layout has {streams} of them, and 2 to {MAX_TASKS} can be "
             "balanced; use tasks"
         )
-    if precision == "16-mixed" and (section.at != "loss" or kind.bilevel):
+    if precision == "16-mixed" and (section.at != "loss" or spec.bilevel):
         raise UserError(
             f"balance.method {method} looks at gradients, which may overflow under fabric.precision 16-mixed; use bf16-mixed"
         )
-    if data.micro_batches % kind.parts:
+    if data.micro_batches % spec.parts:
         raise UserError(
-            f"balance.method {method} takes {spelt(kind.parts)} batches a step apart, but data.micro_batches is "
-            f"{data.micro_batches}; make it {kind.parts} for each process"
+            f"balance.method {method} takes {spelt(spec.parts)} batches a step apart, but data.micro_batches is "
+            f"{data.micro_batches}; make it {spec.parts} for each process"
         )
-    if kind.bilevel and processes is not None and data.micro_batches > processes:
+    if spec.bilevel and processes is not None and data.micro_batches > processes:
         raise UserError(
             f"balance.method {method} takes one micro-batch a step in each process, but data.micro_batches is "
             f"{data.micro_batches} and fabric has {processes} process(es); make data.micro_batches {processes}"
@@ -208,10 +203,10 @@ def spelt(number: int) -> str:
     return {2: "two", 3: "three", 4: "four"}.get(number, str(number))
 
 
-def _enough(names: Sequence[str], section: BalanceConfig, what: str) -> list[str]:
+def _enough(names: Sequence[str], section: BalanceConfig, noun: str) -> list[str]:
     if not 2 <= len(names) <= MAX_TASKS:
         raise UserError(
-            f"balance.method {section.method} at level {section.at} has {len(names)} {what} to balance ({_listed(names)}); it "
+            f"balance.method {section.method} at level {section.at} has {len(names)} {noun} to balance ({_listed(names)}); it "
             f"needs 2 to {MAX_TASKS}: give data.sources more of them"
         )
     return list(names)

@@ -44,7 +44,7 @@ class Method:
     """Requirements and properties of a method.
 
     Attributes:
-        rule: chooses, given a `train.balance.rows.Given`; for bilevel methods see `train.balance.bilevel`.
+        rule: chooses, given a `train.balance.rows.MethodInput`; for bilevel methods see `train.balance.bilevel`.
         levels: levels at which it can be used; the first is the default. At `loss` it is given losses, at `features` and
             `parameters` one gradient per task.
         batches: number of separate batches that it needs in a step: 1, 2 (one for the step ahead, one for the outer losses) or

@@ -1,5 +1,5 @@
-"""What a method gets of a step (`Given`), keeps (`State`) and returns (`MethodChoice`): losses, and gradients of the tasks as
-the rows of a matrix, by shared parameters or shared features; moved from and to `grad`.
+"""What a method gets of a step (`MethodInput`), keeps (`State`) and returns (`MethodChoice`): losses, and gradients of the
+tasks as the rows of a matrix, by shared parameters or shared features; moved from and to `grad`.
 
 A task that is absent from a step, or whose row is zero, takes no part: methods get the others only, and its state stays as it
 is.
@@ -55,11 +55,11 @@ class Rows:
     def gramian(self, other: Rows | None = None) -> Tensor:
         """Compute the inner products [m, m] of the rows with each other, or with those of another batch; float64 on the CPU."""
         right = self if other is None else other
-        found = torch.zeros(len(self), len(right), dtype=_exact(self.values), device=self.values.device)
+        products = torch.zeros(len(self), len(right), dtype=_exact(self.values), device=self.values.device)
         for columns in _pieces(self.values):
-            piece = self.values[:, columns].to(found)
-            found += piece @ (piece if right is self else right.values[:, columns].to(found)).T
-        return self.statistic(found)
+            piece = self.values[:, columns].to(products)
+            products += piece @ (piece if right is self else right.values[:, columns].to(products)).T
+        return self.statistic(products)
 
     def statistic(self, values: Tensor) -> Tensor:
         """Complete a sum over this process's values by those of the other processes; float64 on the CPU."""
@@ -81,10 +81,10 @@ class Rows:
 def mixed(weights: Tensor, values: Tensor) -> Tensor:
     """Sum rows [m, P] times their weights [m] to [P]; in float64, as large weights may cancel each other."""
     weights = weights.to(values.device, _exact(values))
-    found = values.new_empty(values.shape[1])
+    mixture = values.new_empty(values.shape[1])
     for columns in _pieces(values):
-        found[columns] = (weights @ values[:, columns].to(weights)).to(found)
-    return found
+        mixture[columns] = (weights @ values[:, columns].to(weights)).to(mixture)
+    return mixture
 
 
 def _exact(values: Tensor) -> torch.dtype:
@@ -109,8 +109,8 @@ def flat(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Te
     """Concatenate gradients to one vector [P], of at least fp32; zeros where a parameter has none."""
     parts = []
     for p, g in zip(parameters, gradients, strict=True):
-        given = torch.zeros_like(local(p)) if g is None else local(g).detach()
-        parts.append(given.to(torch.promote_types(given.dtype, torch.float32)).flatten())
+        gradient = torch.zeros_like(local(p)) if g is None else local(g).detach()
+        parts.append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)).flatten())
     return torch.cat(parts)
 
 
@@ -148,7 +148,7 @@ class State:
 
 
 @dataclass
-class Given:
+class MethodInput:
     """Input of a method in one step, and access to its state.
 
     Attributes:

@@ -60,20 +60,20 @@ class StateCopy:
                 use_pinned_memory=self.cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=self.cuda
             )
             self._stager = DefaultStager(options)
-        found = self._stager.stage(dict(tensors))
-        assert isinstance(found, dict)
-        return found
+        staged = self._stager.stage(dict(tensors))
+        assert isinstance(staged, dict)
+        return staged
 
     @torch.no_grad()
     def _copied(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not tensors:
             return {}
-        _, places, size = file_layout(tensors)
+        _, offsets, size = file_layout(tensors)
         block, out = self._block(file, size), {}
         pieces: list[tuple[Any, Any]] = []
-        for name, place in places.items():
+        for name, offset in offsets.items():
             tensor = tensors[name]
-            out[name] = block[place : place + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+            out[name] = block[offset : offset + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
             if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes:
                 both = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (out[name], tensor))
                 pieces += zip(*([t[at : at + PIECE] for at in range(0, len(t), PIECE)] for t in both), strict=True)

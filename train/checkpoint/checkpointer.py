@@ -39,7 +39,7 @@ class Checkpointer:
         rows: sizes of the stored sources, and the checksum of the weights below adapters.
 
     Attributes:
-        place: folder of the checkpoints.
+        parent: folder of the checkpoints.
         position: state of the run that is not tensors; `resume` replaces it.
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
@@ -65,7 +65,7 @@ class Checkpointer:
         self.config, self.plain, self.folder, self.fabric, self.group = config, plain, folder, fabric, group
         self.training = (objective, optimizer, average)
         self.balance, self.meter, self.packer_shards = balance, meter, packer_shards
-        self.place = folder / "checkpoints"
+        self.parent = folder / "checkpoints"
         self.position = state.Position(rows=dict(rows))
         self.saved: Path | None = None
         self.asynchronous = config.checkpoint.asynchronous
@@ -85,19 +85,19 @@ class Checkpointer:
         mode = self.config.resume
         if mode == "restart" and self._cleared():
             return []
-        self.group.run_on_first(lambda: retention.delete_unfinished(self.place))
-        found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
+        self.group.run_on_first(lambda: retention.delete_unfinished(self.parent))
+        checkpoint = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.parent)))
         lines = []
-        if found is None and self.config.checkpoint.upload is not None:
+        if checkpoint is None and self.config.checkpoint.upload is not None:
             upload = self.config.checkpoint.upload
-            came = self.group.broadcast(self.group.run_on_first(lambda: bring_back(upload, self.place)))
-            found = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.place)))
+            came = self.group.broadcast(self.group.run_on_first(lambda: bring_back(upload, self.parent)))
+            checkpoint = self.group.broadcast(self.group.run_on_first(lambda: retention.newest(self.parent)))
             lines = [f"going on from {came}"] if came is not None else []
-        if found is None:
+        if checkpoint is None:
             if mode == "extend":
                 raise UserError(f"--resume extend needs an earlier run, but {self.folder} has no checkpoint; leave it out")
             return []
-        before, rows = retention.read_state(found), self.position.rows
+        before, rows = retention.read_state(checkpoint), self.position.rows
         stored = before["config"]
         if mode != "force":
             now = (self.plain, rows)
@@ -108,8 +108,8 @@ class Checkpointer:
         optimizer = self.training[1]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         fresh: list[str] = []
-        self.position = position = replace(state.load(found, *self.training, self.group, fresh), rows=rows)
-        self.group.together(lambda: state.check_weights(found, *self.training))
+        self.position = position = replace(state.load(checkpoint, *self.training, self.group, fresh), rows=rows)
+        self.group.together(lambda: state.check_weights(checkpoint, *self.training))
         if fresh:
             rules = ", ".join(sorted({str(group.get("rule")) for group in optimizer.param_groups}))
             whose = f"{counted(len(fresh), 'parameter')}, which another rule trained before (now: {rules})"
@@ -119,8 +119,8 @@ class Checkpointer:
         if position.scaler:
             self.fabric.strategy.precision.load_state_dict(position.scaler)
         self.meter.restore(position.meters)
-        self._resume_balance(found, stored)
-        self.saved = found
+        self._resume_balance(checkpoint, stored)
+        self.saved = checkpoint
         if budget is not None:
             rate = max(group["base_lr"] for group in optimizer.param_groups)
             line = extension(self.config.schedule, budget, self.config.budget, position.step, position.seconds, rate)
@@ -133,10 +133,10 @@ class Checkpointer:
         work = lambda: retention.restart(self.folder, launch_names(os.environ), again)  # noqa: E731
         return bool(self.group.broadcast(self.group.run_on_first(work)))
 
-    def _resume_balance(self, found: Path, stored_config: Mapping[str, Any]) -> None:
+    def _resume_balance(self, checkpoint: Path, stored_config: Mapping[str, Any]) -> None:
         if self.balance is None:
             return
-        stored = state.load_balance(found, self.training[0], self.group)
+        stored = state.load_balance(checkpoint, self.training[0], self.group)
         old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
         if retention.differences(old, new):  # possible under --resume force only
             warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
@@ -171,7 +171,7 @@ class Checkpointer:
         self.wait()
         position.meters = self.meter.state()
         loss = sum(sums[0] for sums in position.meters)
-        retention.check_finite(self.place, position.step, "loss", loss, self._advice())
+        retention.check_finite(self.parent, position.step, "loss", loss, self._advice())
         position.seconds = self.group.broadcast(seconds)
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
@@ -181,7 +181,7 @@ class Checkpointer:
         whole, balance = replace(position, packer_shards=shards), None
         if self.balance is not None:
             balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
-        held = state.capture(self.place, whole, self.plain, *self.training, self.group, balance)
+        held = state.capture(self.parent, whole, self.plain, *self.training, self.group, balance)
         self._with_figures = position.validated[0] == position.step
         copied = self._copied(held) if beside and self.asynchronous else None
         if copied is None:
@@ -266,14 +266,14 @@ class Checkpointer:
         for line in self.uploads.messages():
             self.say(line)
 
-    def check_finite(self, what: str, value: float) -> None:
+    def check_finite(self, name: str, value: float) -> None:
         """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint."""
         if not math.isfinite(value):
             self.wait()
-        retention.check_finite(self.place, self.position.step, what, value, self._advice())
+        retention.check_finite(self.parent, self.position.step, name, value, self._advice())
 
     def _advice(self) -> str:
-        """What to try where a run diverges, by the settings that it has."""
+        """The advice to a run that diverges, by the settings that it has."""
         groups, precision, limit = self.training[1].param_groups, self.config.fabric.precision, self.config.clip
         keys = {"optimizer.muon_lr" if group.get("rule") == "muon" else "optimizer.lr" for group in groups}
         ways = [f"a lower {' and '.join(sorted(keys))}"]
@@ -284,7 +284,7 @@ class Checkpointer:
     def refused(self, error: NotFinite) -> UserError:
         """The error of a model that is not exported because of a tensor that is not finite."""
         way = f"; {retention.way_back(self.saved)}" if self.saved is not None else ""
-        if len(retention.checkpoints(self.place)) > 1:
+        if len(retention.checkpoints(self.parent)) > 1:
             way += ", and where that ends in the same way, that one too"
         return UserError(f"the model is not exported: {error}, after checkpoint {self.saved}{way}")
 
@@ -297,8 +297,8 @@ class Checkpointer:
         """True where a value of `checkpoint.metric` is among the best so far; decided by the first process."""
         self.wait()
         keep = self.config.checkpoint
-        found = self.group.run_on_first(lambda: retention.is_best(self.place, value, keep.metric, keep.good, keep.keep_best))
-        return bool(self.group.broadcast(found))
+        best = self.group.run_on_first(lambda: retention.is_best(self.parent, value, keep.metric, keep.good, keep.keep_best))
+        return bool(self.group.broadcast(best))
 
     def add_figures(self) -> None:
         """Add the validation's figures to the checkpoint of their step, where that was begun before them."""
@@ -313,4 +313,4 @@ class Checkpointer:
 
     def _prune(self) -> None:
         keep = self.config.checkpoint
-        retention.prune(self.place, keep.keep_last, keep.keep_best, keep.metric, keep.good)
+        retention.prune(self.parent, keep.keep_last, keep.keep_best, keep.metric, keep.good)

@@ -1,5 +1,5 @@
-"""What a run folder holds: its checkpoints, of which the newest and the best are kept, and the configuration of before, which
-this start's must not contradict."""
+"""Checkpoints of a run folder, of which the newest and the best are kept, and checks that a run can go on from it with this
+configuration."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def way_back(folder: Path) -> str:
-    """What to do about a checkpoint that is damaged: the words that end its message."""
-    earlier = [one for one in checkpoints(folder.parent) if int(one.name[5:]) < int(folder.name[5:])]
+    """The advice that ends the message about a damaged checkpoint."""
+    earlier = [checkpoint for checkpoint in checkpoints(folder.parent) if int(checkpoint.name[5:]) < int(folder.name[5:])]
     if earlier:
         return f"delete it to go on from {earlier[-1]}"
     return "there is no earlier one: --resume restart trains from the start"
@@ -60,42 +60,42 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def checkpoints(place: Path) -> list[Path]:
+def checkpoints(parent: Path) -> list[Path]:
     """Whole checkpoints under a folder, oldest first."""
-    found = [p for p in place.glob("step-*") if p.is_dir() and p.name[5:].isdigit()] if place.is_dir() else []
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    folders = [p for p in parent.glob("step-*") if p.is_dir() and p.name[5:].isdigit()] if parent.is_dir() else []
+    return sorted(folders, key=lambda p: int(p.name[5:]))
 
 
-def newest(place: Path) -> Path | None:
+def newest(parent: Path) -> Path | None:
     """The checkpoint that `last` names, or else the newest."""
-    pointer = place / LAST
+    pointer = parent / LAST
     if pointer.is_file():
         name = pointer.read_text(encoding="utf-8").strip()
-        if name and (place / name).is_dir():
-            return place / name
-    return next(reversed(checkpoints(place)), None)
+        if name and (parent / name).is_dir():
+            return parent / name
+    return next(reversed(checkpoints(parent)), None)
 
 
-def ranked(place: Path, metric: str, mode: str) -> list[tuple[float, Path]]:
+def ranked(parent: Path, metric: str, mode: str) -> list[tuple[float, Path]]:
     """Checkpoints at which `metric` was measured, with its value, best first; of equal ones the older first. Values that are
     not finite are left out."""
-    scored = [(read_state(folder)["figures"].get(metric), folder) for folder in checkpoints(place)]
+    scored = [(read_state(folder)["figures"].get(metric), folder) for folder in checkpoints(parent)]
     measured = [(value, folder) for value, folder in scored if value is not None and math.isfinite(value)]
     return sorted(measured, key=lambda entry: -entry[0] if mode == "max" else entry[0])
 
 
-def is_best(place: Path, value: float | None, metric: str, mode: str, keep: int) -> bool:
+def is_best(parent: Path, value: float | None, metric: str, mode: str, keep: int) -> bool:
     """True where a value of `metric` is among the `keep` best so far."""
     if value is None or not math.isfinite(value) or keep < 1:
         return False
-    best = ranked(place, metric, mode)[:keep]
+    best = ranked(parent, metric, mode)[:keep]
     return len(best) < keep or (value > best[-1][0] if mode == "max" else value < best[-1][0])
 
 
-def prune(place: Path, keep_last: int, keep_best: int, metric: str, mode: str) -> None:
+def prune(parent: Path, keep_last: int, keep_best: int, metric: str, mode: str) -> None:
     """Delete all checkpoints but the `keep_last` newest and the `keep_best` best by `metric`."""
-    kept = {*checkpoints(place)[-keep_last:], *(folder for _, folder in ranked(place, metric, mode)[:keep_best])}
-    for folder in checkpoints(place):
+    kept = {*checkpoints(parent)[-keep_last:], *(folder for _, folder in ranked(parent, metric, mode)[:keep_best])}
+    for folder in checkpoints(parent):
         if folder not in kept:
             discard(folder)
 
@@ -108,18 +108,18 @@ def discard(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def delete_unfinished(place: Path) -> None:
+def delete_unfinished(parent: Path) -> None:
     """Delete the half-written and half-deleted checkpoints of a killed run."""
     for pattern in (".step-*.writing", ".step-*.deleting", ".step-*.uploading"):
-        for path in place.glob(pattern):
+        for path in parent.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def check_run_folder(folder: Path, restart: bool) -> None:
     """Refuse (UserError) a folder in which a run would overwrite, or `restart` delete, anything that is not an earlier
     run's, and a finished run without checkpoints, which would be trained again from the start, unless `restart` is given."""
-    found = newest(folder / "checkpoints")
-    if found is not None and (found / STATE).is_file():
+    checkpoint = newest(folder / "checkpoints")
+    if checkpoint is not None and (checkpoint / STATE).is_file():
         return
     if not _is_run(folder):
         for name in (*RUN_FILES, CONFIG, *RESULTS, "model.safetensors"):
@@ -165,13 +165,13 @@ def annotate(folder: Path, **entries: Any) -> None:
     write_json(folder / STATE, {**read_state(folder), **entries}, indent=None)
 
 
-def check_finite(place: Path, step: int, what: str, value: float, advice: str) -> None:
+def check_finite(parent: Path, step: int, name: str, value: float, advice: str) -> None:
     """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint, and the `advice`."""
     if math.isfinite(value):
         return
-    good = newest(place)
+    good = newest(parent)
     where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
-    raise UserError(f"the {what} is {value} at step {step}; {where}; {advice}")
+    raise UserError(f"the {name} is {value} at step {step}; {where}; {advice}")
 
 
 IGNORED_KEYS = (
@@ -185,7 +185,7 @@ IGNORED_KEYS = (
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> list[tuple[str, Any, Any]]:
     """List the keys whose values differ, with the old and the new value; keys in `IGNORED_KEYS` are left out."""
-    found: list[tuple[str, Any, Any]] = []
+    changes: list[tuple[str, Any, Any]] = []
     for name in dict.fromkeys((*old, *new)):
         key = f"{where}{name}"
         a, b = old.get(name), new.get(name)
@@ -193,21 +193,21 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
             continue
         if isinstance(a, Sequence) and isinstance(b, Sequence) and len(a) == len(b) and not isinstance(a, str):
             a, b = ({f"[{i}]": value for i, value in enumerate(items)} for items in (a, b))
-            found += differences(a, b, key)
+            changes += differences(a, b, key)
         elif isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{key}.")
+            changes += differences(a, b, f"{key}.")
         else:
-            found.append((key, a, b))
-    return found
+            changes.append((key, a, b))
+    return changes
 
 
 def check_resumable(folder: Path, before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], extend: bool) -> None:
     """Refuse to resume the run in `folder` with another configuration or other data: UserError naming the first difference
     between `before` and `now`, each configuration and sizes of the data; under `extend` the budget may differ."""
-    found = [entry for pair in zip(before, now, strict=True) for entry in differences(*pair)]
-    budget = [(old, new) for key, old, new in found if key.startswith("budget.")]
+    changes = [entry for pair in zip(before, now, strict=True) for entry in differences(*pair)]
+    budget = [(old, new) for key, old, new in changes if key.startswith("budget.")]
     larger = all(new is None or (old is not None and new > old) for old, new in budget)
-    for key, old, new in found:
+    for key, old, new in changes:
         if extend and key.startswith("budget."):
             continue
         way = "--resume extend (go on with a larger budget), " if key.startswith("budget.") and larger else ""

@@ -113,7 +113,7 @@ class CheckpointContent:
 
 
 def capture(
-    place: Path,
+    parent: Path,
     position: Position,
     config: Mapping[str, Any],
     module: nn.Module,
@@ -122,12 +122,12 @@ def capture(
     group: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
 ) -> CheckpointContent:
-    """Collects the state after a step, for a checkpoint under `place`; all processes must call it."""
+    """Collects the state after a step, for a checkpoint under `parent`; all processes must call it."""
     sharded = is_sharded(module)
     mine = group.first or sharded
     data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
     return CheckpointContent(
-        place / name_of(position.step),
+        parent / name_of(position.step),
         json.dumps(data) + "\n",
         group.gather(random_state(_device(module))),
         tensors_of(module, optimizer, average) if mine else {},
@@ -229,11 +229,11 @@ def load(
         refuse_pointer(file)
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder / TENSORS))
-        found = reader.read_metadata().state_dict_metadata
-        if not found:
+        metadata = reader.read_metadata().state_dict_metadata
+        if not metadata:
             raise FileNotFoundError(f"{TENSORS}/state.safetensors is missing")
-        others = _state_of_other_rules(found, module, optimizer)
-        stored = {name: meta for name, meta in found.items() if _parameter_of(name) not in others}
+        others = _state_of_other_rules(metadata, module, optimizer)
+        stored = {name: meta for name, meta in metadata.items() if _parameter_of(name) not in others}
         if fresh is not None:
             fresh += sorted(others)
         _allocate_optimizer_state(stored, module, optimizer)
@@ -303,7 +303,7 @@ def _state_of_other_rules(stored: Mapping[str, Any], module: nn.Module, optimize
         parameter = _parameter_of(name)
         if parameter is not None:
             keys.setdefault(parameter, set()).add(name.rpartition(".")[2])
-    return {name for name, found in keys.items() if (key := wanted.get(name)) is not None and key not in found}
+    return {name for name, stored_keys in keys.items() if (key := wanted.get(name)) is not None and key not in stored_keys}
 
 
 def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -322,16 +322,16 @@ def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, opti
         if p not in optimizer.state and isinstance(optimizer, Optimizers):
             optimizer.allocate(p)
         own = optimizer.state[p].get(key)
-        kind = meta.properties.dtype
+        dtype = meta.properties.dtype
         alike = isinstance(own, Tensor) and tuple(own.shape) == tuple(meta.size)
-        if alike and (own.dtype == kind or (own.is_floating_point() and kind.is_floating_point)):
+        if alike and (own.dtype == dtype or (own.is_floating_point() and dtype.is_floating_point)):
             continue
         if tuple(meta.size) == tuple(p.shape) and key != "step":
-            kind = p.dtype if kind.is_floating_point else kind
-            optimizer.state[p][key] = torch.zeros_like(p, dtype=kind).detach()
+            dtype = p.dtype if dtype.is_floating_point else dtype
+            optimizer.state[p][key] = torch.zeros_like(p, dtype=dtype).detach()
         else:
             device = p.device if fused[p] or len(meta.size) else "cpu"
-            optimizer.state[p][key] = torch.zeros(meta.size, dtype=kind, device=device)
+            optimizer.state[p][key] = torch.zeros(meta.size, dtype=dtype, device=device)
 
 
 def _compare_names(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:

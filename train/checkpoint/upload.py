@@ -76,7 +76,7 @@ class Uploads:
         held = _links(folder) if checkpoint else folder
         copy = _Copy(f"{CHECKPOINTS}/{folder.name}" if checkpoint else folder.name, held, checkpoint, held != folder)
         with self._turn:
-            for other in [one for one in self._waiting if one.checkpoint and checkpoint]:
+            for other in [waiting for waiting in self._waiting if waiting.checkpoint and checkpoint]:
                 self._waiting.remove(other)
                 _discard(other)
                 self._lines.append(f"{other.name} is not uploaded: the next checkpoint came first")
@@ -87,7 +87,7 @@ class Uploads:
             self._turn.notify_all()
 
     def messages(self) -> list[str]:
-        """What happened since it was last asked for: a line each."""
+        """Return the lines about uploads since the last call."""
         with self._turn:
             lines, self._lines = self._lines, []
         return lines
@@ -122,10 +122,10 @@ class Uploads:
                 self._turn.notify_all()
 
     def _copy(self, copy: _Copy) -> None:
-        place = join(self.address, copy.name)
+        address = join(self.address, copy.name)
         files = sorted(file for file in copy.folder.rglob("*") if file.is_file())
         for file in sorted(files, key=lambda file: file.name in MARKERS and file.parent == copy.folder):
-            write_object(file, join(place, file.relative_to(copy.folder).as_posix()))
+            write_object(file, join(address, file.relative_to(copy.folder).as_posix()))
         if copy.checkpoint:
             write_bytes(f"{Path(copy.name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
 
@@ -147,9 +147,9 @@ def _discard(copy: _Copy) -> None:
         shutil.rmtree(copy.folder, ignore_errors=True)
 
 
-def bring_back(upload: str, place: Path) -> str | None:
-    """Bring the last checkpoint that was uploaded into `place`, a run's folder of checkpoints; returns its address, None
-    where none was uploaded. UserError where it cannot be read, or `place` cannot be written."""
+def bring_back(upload: str, parent: Path) -> str | None:
+    """Bring the last checkpoint that was uploaded into `parent`, a run's folder of checkpoints; returns its address, None
+    where none was uploaded. UserError where it cannot be read, or `parent` cannot be written."""
     base = join(check_upload(upload), CHECKPOINTS)
     try:
         name = read_whole(join(base, LAST)).decode(errors="replace").strip()
@@ -161,12 +161,12 @@ def bring_back(upload: str, place: Path) -> str | None:
         )
     address = join(base, name)
     objects = look_up_all(address)
-    beside = place / f".{name}.writing"
+    beside = parent / f".{name}.writing"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(beside, ignore_errors=True)
         download(address, objects, beside)
-        os.rename(beside, place / name)
+        os.rename(beside, parent / name)
     except OSError as error:
-        raise UserError(f"{shown(address)} cannot be copied to {place} ({error.strerror}): free some space there") from error
+        raise UserError(f"{shown(address)} cannot be copied to {parent} ({error.strerror}): free some space there") from error
     return address

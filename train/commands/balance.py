@@ -91,18 +91,18 @@ def compare(
     import numpy as np
 
     variants = {(m, s): variant(config, m, s, out) for s in seeds for m in methods}  # all are checked before any is trained
-    found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
-    for (method, seed), one in variants.items():
-        outcome = run(one)
+    counts: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+    for (method, seed), run_config in variants.items():
+        outcome = run(run_config)
         if outcome is not None and outcome.signal:
             name = signal.Signals(outcome.signal).name
-            end_by_signal(outcome.signal, f"{one.run_folder} was stopped by {name}; run the same command to go on")
-        found[method, seed] = answered(Path(one.run_folder))
-        right, asked = found[method, seed][ALL]
+            end_by_signal(outcome.signal, f"{run_config.run_folder} was stopped by {name}; run the same command to go on")
+        counts[method, seed] = answered(Path(run_config.run_folder))
+        right, asked = counts[method, seed][ALL]
         say(f"{method}, seed {seed}: {right:.0f} of {asked:.0f} right")
-    tasks = list(next(iter(found.values())))
+    tasks = list(next(iter(counts.values())))
     return ExperimentCounts(
-        tuple(seeds), {m: {task: np.stack([found[m, s][task] for s in seeds]) for task in tasks} for m in methods}
+        tuple(seeds), {m: {task: np.stack([counts[m, s][task] for s in seeds]) for task in tasks} for m in methods}
     )
 
 
@@ -127,55 +127,55 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
     return dict(sorted(counts.items(), key=lambda item: item[0] == ALL))
 
 
-def write(found: ExperimentCounts, out: Path) -> None:
+def write(experiment: ExperimentCounts, out: Path) -> None:
     """Writes all figures as JSON, and the picture."""
     data = {
-        "seeds": found.seeds,
+        "seeds": experiment.seeds,
         "methods": {
             m: {
                 t: {
-                    "exact_match": asdict(found.share(m, t)),
-                    "more_than_" + found.methods[0]: asdict(found.gain(m, t)),
+                    "exact_match": asdict(experiment.share(m, t)),
+                    "more_than_" + experiment.methods[0]: asdict(experiment.gain(m, t)),
                     "by_seed": counts.tolist(),
                 }
                 for t, counts in of.items()
             }
-            for m, of in found.counts.items()
+            for m, of in experiment.counts.items()
         },
     }
     write_json(out / JSON, data)
-    draw(found, out / PICTURE)
+    draw(experiment, out / PICTURE)
 
 
-def draw(found: ExperimentCounts, file: Path) -> Path:
+def draw(experiment: ExperimentCounts, file: Path) -> Path:
     """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
     with drawn(file, size=(8, 4)) as axes:
-        axis, room = axes[0, 0], 0.8 / len(found.methods)
-        for i, method in enumerate(found.methods):
-            for j, task in enumerate(found.tasks):
-                x, of = j - 0.4 + room * (i + 0.5), found.counts[method][task]
-                whole = found.share(method, task)
+        axis, room = axes[0, 0], 0.8 / len(experiment.methods)
+        for i, method in enumerate(experiment.methods):
+            for j, task in enumerate(experiment.tasks):
+                x, of = j - 0.4 + room * (i + 0.5), experiment.counts[method][task]
+                whole = experiment.share(method, task)
                 axis.bar(x, whole.value, 0.9 * room, color=f"C{i}", alpha=0.35, label=method if j == 0 else None)
                 axis.vlines(x, whole.low, whole.high, color=f"C{i}", linewidth=2)
                 axis.plot([x] * len(of), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
-        axis.set_xticks(range(len(found.tasks)), found.tasks)
+        axis.set_xticks(range(len(experiment.tasks)), experiment.tasks)
         axis.set(ylim=(0, 1.03), ylabel="exact match, held out")
-        axis.set_title(f"balance of the tasks: {len(found.seeds)} seeds, equal steps")
+        axis.set_title(f"balance of the tasks: {len(experiment.seeds)} seeds, equal steps")
     return file
 
 
-def shown(found: ExperimentCounts) -> tuple[str, tuple[str, ...], list[list[str]]]:
+def shown(experiment: ExperimentCounts) -> tuple[str, tuple[str, ...], list[list[str]]]:
     """The figures as a table: title, columns, rows."""
-    first, rows = found.methods[0], []
-    for task in found.tasks:
-        for method in found.methods:
-            own, more = found.share(method, task), found.gain(method, task)
+    first, rows = experiment.methods[0], []
+    for task in experiment.tasks:
+        for method in experiment.methods:
+            own, more = experiment.share(method, task), experiment.gain(method, task)
             row = [task, method, percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
             points = f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"
             row += ["", ""] if method == first else [f"{100 * more.value:+.1f} points", points]
             rows.append(row)
     columns = ("task", "method", "exact match", "95 % by seeds", f"more than {first}", "95 %, paired")
-    return f"exact match, held out, {len(found.seeds)} seeds", columns, rows
+    return f"exact match, held out, {len(experiment.seeds)} seeds", columns, rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -206,8 +206,8 @@ def main(argv: Sequence[str]) -> int:
         from train.trainer.build import fit
 
     out = Path(options.out)
-    found = compare(config, methods, range(options.first_seed, options.first_seed + options.seeds), out, fit)
-    write(found, out)
-    print_table(*shown(found))
+    experiment = compare(config, methods, range(options.first_seed, options.first_seed + options.seeds), out, fit)
+    write(experiment, out)
+    print_table(*shown(experiment))
     print(f"{out / JSON}\n{out / PICTURE}")
     return 0

@@ -118,7 +118,7 @@ def show_findings(summary: Summary, data: Path) -> None:
     if not findings.counts:
         print("nothing found")
         return
-    rows = [[name, KINDS[name].severity, str(findings.counts[name]), KINDS[name].what] for name in findings.kinds()]
+    rows = [[name, KINDS[name].severity, str(findings.counts[name]), KINDS[name].description] for name in findings.kinds()]
     print_table("", ("finding", "severity", "count", "what it is"), rows)
     for name in findings.kinds():
         for where, text in findings.shown[name]:
@@ -225,8 +225,8 @@ def show_stats(collected: Collected) -> None:
     for name, count in sorted(collected.noted.items()):
         if count:
             print(f"{count} {name}")
-    for one in collected.damaged[:SHOWN]:
-        print(f"warning: {one}")
+    for message in collected.damaged[:SHOWN]:
+        print(f"warning: {message}")
     for name, groups in collected.groups.items():
         if set(groups) - {""}:
             _show_groups(name, groups)

@@ -36,12 +36,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     config, name, options = read_with_options(argv, {"steps": int}, partial(check_least, steps=1), "doctor")
     steps = options.get("steps", STEPS)
-    found = examine(config, steps)
-    if not found:
+    findings = examine(config, steps)
+    if not findings:
         phases = " of each phase" if config.objective.align_first else ""
         print(f"{name}: {steps} {'step' if steps == 1 else 'steps'}{phases}, every operation traced: nothing found")
         return 0
-    print("\n".join(map(str, found)))
+    print("\n".join(map(str, findings)))
     return 1
 
 

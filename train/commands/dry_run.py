@@ -53,9 +53,9 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
     """
     print(describe_run(config, profile))
     config = with_alignment(config)
-    shape, kind = shape_of(config.model), kind_of(config)
-    config, device = placed(config, None, kind), torch.device(kind)
-    if config.fabric.strategy == "fsdp" or (kind == "cuda" and not torch.cuda.is_available()):
+    shape, device_type = shape_of(config.model), kind_of(config)
+    config, device = placed(config, None, device_type), torch.device(device_type)
+    if config.fabric.strategy == "fsdp" or (device_type == "cuda" and not torch.cuda.is_available()):
         print("no steps are taken: the run's devices are not here, or share its weights; `omni-train plan` counts them")
         return
     try:
@@ -64,10 +64,10 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
         if not isinstance(error, BrokenProcessPool) and not is_out_of_memory(error):
             raise
         raise out_of_memory(error, device, step=1) from error
-    batch, one, model = worst_batch(config.data, shape), config.fabric.processes or 1, meta_model(config, shape)
-    work = StepFlops(model, config.objective)(batch, targets(batch)) * config.data.micro_batches / one
+    batch, processes, model = worst_batch(config.data, shape), config.fabric.processes or 1, meta_model(config, shape)
+    work = StepFlops(model, config.objective)(batch, targets(batch)) * config.data.micro_batches / processes
     speed, columns = peak_flops(device), batch.positions * config.data.micro_batches
-    counted = estimate(config, model, kind == "cuda").needed(in_step=True)
+    counted = estimate(config, model, device_type == "cuda").needed(in_step=True)
     own = f"peak {peak / GIB:.3f} GiB on each device ({counted / GIB:.3f} by the plan's arithmetic)"
     print(f"two steps of the fullest rows: {own}")
     share = f", {work / seconds / speed:.1%} of the device's peak" if speed else ""

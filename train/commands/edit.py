@@ -41,35 +41,35 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_command(
-    argv: Sequence[str], name: str, what: str, places: Mapping[str, str], kind: type | None = None
+    argv: Sequence[str], name: str, description: str, paths: Mapping[str, str], config_class: type | None = None
 ) -> tuple[list[Path], Any]:
     """Reads the words of a command: its paths, and its configuration, or whether to overwrite.
 
     Args:
-        places: the paths that it takes, with their help. Those to read are refused (UserError) where they do not exist.
-        kind: dataclass of its configuration; None for a command without one.
+        paths: the paths that it takes, with their help. Those to read are refused (UserError) where they do not exist.
+        config_class: dataclass of its configuration; None for a command without one.
     """
-    parser = ConfigParser(prog=f"omni-train edit {name}", description=what)
-    for place, text in places.items():
-        parser.add_argument(place, type=given_model if place == "model" else given_path, help=text)
-    if kind is not None:
-        parser.add_config(kind)
+    parser = ConfigParser(prog=f"omni-train edit {name}", description=description)
+    for path, text in paths.items():
+        parser.add_argument(path, type=given_model if path == "model" else given_path, help=text)
+    if config_class is not None:
+        parser.add_config(config_class)
     else:
         parser.add_argument("--overwrite", type=bool, default=False, help="replace a folder of that name")
         pairs = zip(argv, [*argv[1:], ""], strict=True)  # it may be given without a value
         argv = [f"{word}=true" if word == "--overwrite" and after not in ("true", "false") else word for word, after in pairs]
     values = parser.read(argv)
-    for place in places:
-        if place == "model":
-            check_folder(values[place])
-        elif place != "out":
-            check_there(values[place], place, f"{values[place]} does not exist; give {places[place]}")
-    return [values[place] for place in places], values["overwrite"] if kind is None else parser.configuration(values)
+    for path in paths:
+        if path == "model":
+            check_folder(values[path])
+        elif path != "out":
+            check_there(values[path], path, f"{values[path]} does not exist; give {paths[path]}")
+    return [values[path] for path in paths], values["overwrite"] if config_class is None else parser.configuration(values)
 
 
 def _apply(argv: Sequence[str]) -> int:
-    places = {"model": MODEL, "facts": FACTS, "out": OUT}
-    (model, facts, out), config = read_command(argv, "apply", "Teach a model facts.", places, ApplyConfig)
+    arguments = {"model": MODEL, "facts": FACTS, "out": OUT}
+    (model, facts, out), config = read_command(argv, "apply", "Teach a model facts.", arguments, ApplyConfig)
     with importing():
         from train.edit.apply import apply
 
@@ -79,15 +79,15 @@ def _apply(argv: Sequence[str]) -> int:
         f"{out}: {counted(taught.facts, 'fact')} in {counted(len(taught.edits.deltas), 'linear')}, {taught.seconds:.0f} s; "
         f"loss {taught.loss:.4f}{kl}"
     )
-    for place in taught.missed:
-        say(f"warning: {place} was not learned: the edited model still writes another answer (see `edit eval`)")
+    for fact in taught.missed:
+        say(f"warning: {fact} was not learned: the edited model still writes another answer (see `edit eval`)")
     print(f"try: omni-infer ask question.wav --model {model} --edits {out}")
     return 0
 
 
 def _eval(argv: Sequence[str]) -> int:
-    places = {"model": MODEL, "edits": EDITS, "facts": FACTS, "out": "folder for report, answers and picture"}
-    (model, edits, facts, out), config = read_command(argv, "eval", "Judge edits.", places, EditEvalConfig)
+    arguments = {"model": MODEL, "edits": EDITS, "facts": FACTS, "out": "folder for report, answers and picture"}
+    (model, edits, facts, out), config = read_command(argv, "eval", "Judge edits.", arguments, EditEvalConfig)
     with importing():
         from train.edit.judge import PLOT, REPORT, check_figures, judge
 
@@ -98,8 +98,8 @@ def _eval(argv: Sequence[str]) -> int:
 
 
 def _merge(argv: Sequence[str]) -> int:
-    places = {"model": MODEL, "edits": EDITS, "out": OUT}
-    (model, edits, out), overwrite = read_command(argv, "merge", "Put edits into the weights of a model.", places)
+    arguments = {"model": MODEL, "edits": EDITS, "out": OUT}
+    (model, edits, out), overwrite = read_command(argv, "merge", "Put edits into the weights of a model.", arguments)
     with importing():
         from train.edit.apply import merge_folder
 
@@ -109,8 +109,8 @@ def _merge(argv: Sequence[str]) -> int:
 
 
 def _revert(argv: Sequence[str]) -> int:
-    places = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
-    (model, edits, out), overwrite = read_command(argv, "revert", "Take merged edits out again, bit for bit.", places)
+    arguments = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
+    (model, edits, out), overwrite = read_command(argv, "revert", "Take merged edits out again, bit for bit.", arguments)
     with importing():
         from train.edit.apply import revert_folder
 

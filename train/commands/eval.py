@@ -95,8 +95,8 @@ def _evaluate_delays(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     from train.eval.delays import PICTURE, TABLE, delay_table, evaluate_delays
 
     out, chunks = chosen["out"], _milliseconds(chosen["chunks"])
-    found = evaluate_delays(chosen["model"], chosen["data"], out, config, chunks, chosen["progress"])
-    print_table("figures by delay", *delay_table(found))
+    figures = evaluate_delays(chosen["model"], chosen["data"], out, config, chunks, chosen["progress"])
+    print_table("figures by delay", *delay_table(figures))
     print(f"table and picture: {out / TABLE}, {out / PICTURE}; each evaluation in a folder beside them")
     return 0
 
@@ -108,10 +108,10 @@ def _evaluate_distances(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     for name in ("model", "teacher"):
         check_folder(chosen[name])
     check_folder_to_be(out, "output folder")
-    found = evaluate_distances(chosen["model"], chosen["teacher"], chosen["data"], out, config, chunks, chosen["progress"])
-    print_table("distance from the teacher", *delay_table(found.figures))
-    if found.left_out:
-        print(f"{counted(len(found.left_out), 'recording')} left out; the first: {found.left_out[0]}")
+    distances = evaluate_distances(chosen["model"], chosen["teacher"], chosen["data"], out, config, chunks, chosen["progress"])
+    print_table("distance from the teacher", *delay_table(distances.figures))
+    if distances.left_out:
+        print(f"{counted(len(distances.left_out), 'recording')} left out; the first: {distances.left_out[0]}")
     print(f"table and picture: {out / TABLE}, {out / PICTURE}")
     return 0
 
@@ -159,8 +159,8 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
         listener.encoder.config = config.encoder.with_chunk(chosen["chunk_ms"])
     asking = tuple(voice.strip() for voice in voices.split(",")) if voices else ()
     questions = digits.paused_questions(load_if_given(config.codec, None), chosen["limit"], asking)
-    found = evaluate_turn_ends(listener, questions, chosen["out"])
-    print_table(f"ends of {chosen['limit']} questions with a pause", *found["table"])
+    report = evaluate_turn_ends(listener, questions, chosen["out"])
+    print_table(f"ends of {chosen['limit']} questions with a pause", *report["table"])
     print(f"table, figures and picture: {', '.join(str(chosen['out'] / name) for name in (TABLE, JSON, PICTURE))}")
     return 0
 
@@ -176,10 +176,10 @@ def _compare(argv: Sequence[str]) -> int:
         from train.eval.compare import compare, write_comparison
 
     before, after = chosen["compare"]
-    found = compare(before, after)
+    comparison = compare(before, after)
     out = chosen["out"] or after / f"compared_with_{before.resolve().name}"
-    write_comparison(found, out)
-    _show_comparison(found)
+    write_comparison(comparison, out)
+    _show_comparison(comparison)
     print(f"table and picture: {out}")
     return 0
 
@@ -202,10 +202,10 @@ def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
     print(f"report, answers and picture: {run.folder} (figures also in {REPORT})")
 
 
-def _show_comparison(found: Comparison) -> None:
+def _show_comparison(comparison: Comparison) -> None:
     from train.eval.report import change_table
 
-    title = f"A {found.names[0]}, B {found.names[1]}: {found.common} questions, differences are B - A"
-    print_table(title, *change_table(found.changes, "A", "B"))
-    for note in found.notes:
+    title = f"A {comparison.names[0]}, B {comparison.names[1]}: {comparison.common} questions, differences are B - A"
+    print_table(title, *change_table(comparison.changes, "A", "B"))
+    for note in comparison.notes:
         print(note)

@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
         else:
             outcome = run_fit(config, profile=options.get("profile"))
     except OutOfMemory as error:
-        for one in (error, error.__cause__):
-            clear_frames(one.__traceback__ if one is not None else None)  # which hold all that the run held
+        for raised in (error, error.__cause__):
+            clear_frames(raised.__traceback__ if raised is not None else None)  # which hold all that the run held
         lines = saving_lines(with_alignment(config), error.in_step, error.limit)
         raise OutOfMemory("\n  ".join([str(error), *lines])) from error
     finally:
@@ -58,18 +58,18 @@ def saving_lines(config: FitConfig, in_step: bool, limit: float = math.inf) -> l
     from train.plan.plan import GIB, savings_here
 
     try:
-        found = savings_here(config, in_step, limit)
+        savings = savings_here(config, in_step, limit)
     except Exception as error:  # arithmetic is not worth an error in place of the one that it is for
         return [f"`omni-train plan` counts what saves memory, but failed here ({in_one_line(error)})"]
-    if found and all(one.total > limit for one in found):
-        best = min(found, key=lambda one: one.total)
+    if savings and all(saving.total > limit for saving in savings):
+        best = min(savings, key=lambda saving: saving.total)
         needs = f"{(best.total + best.saved) / GIB:.2f} GiB are needed, and {best.total / GIB:.2f} GiB with {best.keys}"
         return [f"no key alone saves enough, by the plan's arithmetic: {needs}; set some together, and ask `omni-train plan`"]
     lines = []
-    for one in found[:3]:
-        new = differences(plain_config(config), plain_config(one.config))
-        price = one.price + ("; a resume refuses the change" if new else "")
-        lines.append(f"{one.keys}  saves {one.saved / GIB:.2f} GiB ({price})")
+    for saving in savings[:3]:
+        new = differences(plain_config(config), plain_config(saving.config))
+        price = saving.price + ("; a resume refuses the change" if new else "")
+        lines.append(f"{saving.keys}  saves {saving.saved / GIB:.2f} GiB ({price})")
     return ["what saves memory, by the plan's arithmetic:", *(f"  {line}" for line in lines)] if lines else []
 
 

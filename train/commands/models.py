@@ -32,22 +32,22 @@ def run_convert(argv: Sequence[str]) -> int:
 
     started = time.monotonic()
     with Bar(not options.quiet) as bar:
-        what, files = convert(source, target, options, bar)
+        description, files = convert(source, target, options, bar)
     size, seconds = sum(f.bytes for f in files.values()), time.monotonic() - started
-    print(f"{target}: {what}")
+    print(f"{target}: {description}")
     for name, stamp in sorted(files.items()):
         print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
     nonfinite = [tensor for _, stamp in sorted(files.items()) for tensor in stamp.nonfinite]
     if nonfinite:
-        which = nonfinite[0] if len(nonfinite) == 1 else f"{len(nonfinite)} tensors (the first is {nonfinite[0]})"
-        print(f"warning: NaN or infinity in {which}: fetch {source} again, or ask who trained it", file=sys.stderr)
+        listed = nonfinite[0] if len(nonfinite) == 1 else f"{len(nonfinite)} tensors (the first is {nonfinite[0]})"
+        print(f"warning: NaN or infinity in {listed}: fetch {source} again, or ask who trained it", file=sys.stderr)
     print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
     return 0
 
 
 def parse_convert(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
     """Parses source, target and options; UserError where they are not valid."""
-    formats = ", ".join(f"{name} ({what})" for name, what in KINDS.items())
+    formats = ", ".join(f"{name} ({description})" for name, description in KINDS.items())
     parser = Parser(
         prog="omni-train convert",
         description="`omni-train convert SOURCE TARGET`: convert weights of other projects into a model folder, and out again. "
@@ -85,14 +85,14 @@ def run_push(argv: Sequence[str]) -> int:
     if chosen["license"] != "other" and (chosen["license_name"] or chosen["license_link"]):
         raise UserError("--license_name and --license_link are for --license other; the hub knows the others")
     words: dict[str, Any] = {key: chosen[key] or None for key in ("license", "license_name", "license_link")}
-    data = ModelCardData(language=[one.strip() for one in chosen["language"].split(",") if one.strip()] or None, **words)
-    what = collect_files(model, at, data, chosen["report"] or (), chosen["run"])
+    data = ModelCardData(language=[code.strip() for code in chosen["language"].split(",") if code.strip()] or None, **words)
+    upload = collect_files(model, at, data, chosen["report"] or (), chosen["run"])
     if chosen["dry_run"]:
         print(f"would upload {model} to {at}:", file=sys.stderr)
-        print("\n".join(what.lines()), file=sys.stderr)
-        print(what.text, end="")
+        print("\n".join(upload.lines()), file=sys.stderr)
+        print(upload.text, end="")
         return 0
-    push(what, chosen["private"], chosen["message"], lambda line: print(line, flush=True))
+    push(upload, chosen["private"], chosen["message"], lambda line: print(line, flush=True))
     print(f'read it by SpeechLM.from_pretrained("{at}"), or --model {at}')
     return 0
 
@@ -149,8 +149,8 @@ def run_validate(argv: Sequence[str]) -> int:
 
     lm = SpeechLM.from_pretrained(chosen.model, device=chosen.device, quantize=chosen.quantize, kernels="reference")
     broken = dict[str, str]() if config.data.broken == "skip" else None
-    found = held_out_by_source(config.data, lm.codec, plan.questions, broken)
-    rows = [row for _, rows in found for row in rows]
+    held_out = held_out_by_source(config.data, lm.codec, plan.questions, broken)
+    rows = [row for _, rows in held_out for row in rows]
     items = items_of(rows, plan.tasks, lm.codec, lm.model.config.encoder, broken)
     for why in list((broken or {}).values())[:1]:
         say(f"{len(broken or {})} of the held-out rows are broken and left out (the first: {why})")

@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if plan.problems else 0
 
 
-def check_options(given: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Refuses (UserError) numbers that no machine has."""
     for name, most in (("devices", math.inf), ("gpu_gib", math.inf), ("mfu", 1)):
-        if not 0 < given.get(name, 1) <= most:
-            raise UserError(f"--{name} is {given[name]:g}; it must be above 0{', and at most 1' * (most == 1)}")
+        if not 0 < options.get(name, 1) <= most:
+            raise UserError(f"--{name} is {options[name]:g}; it must be above 0{', and at most 1' * (most == 1)}")

@@ -39,18 +39,18 @@ def read_with_options(
     """Reads as `read_fit_config`, and a command's own options by their types (`bool` for a flag); those given are returned.
     `check` refuses values of theirs, before the configuration is made, for which PyTorch may be imported."""
     parser = fit_parser(command)
-    for name, kind in options.items():
-        more: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+    for name, option_type in options.items():
+        more: dict[str, Any] = {"action": "store_true"} if option_type is bool else {"type": option_type}
         parser.add_argument(f"--{name}", help=SUPPRESS, **more)  # else --print_config has them
     if not argv:
         raise UserError(f"no configuration is given: {GIVE}")
     values = parser.read(file_first(argv))
-    given = {name: values[name] for name in options if values[name] is not None and values[name] is not False}
+    chosen = {name: values[name] for name in options if values[name] is not None and values[name] is not False}
     if check is not None:
-        check(given)
+        check(chosen)
     config = parser.configuration(values)
     config.check_head()
-    return config, parser.file.stem if parser.file else "run", given
+    return config, parser.file.stem if parser.file else "run", chosen
 
 
 def _load_plugins(data: dict[str, Any], file: Path) -> None:
@@ -124,14 +124,14 @@ class NoKeys:
 class ConfigParser(Parser):
     """Parses the words of a command that has a configuration: a YAML file after `--config`, and dotted overrides."""
 
-    kind: Any = NoKeys
+    config_class: Any = NoKeys
     file: Path | None = None
 
-    def add_config(self, kind: type, help: str = "YAML file with any of the following", **more: Any) -> None:
+    def add_config(self, config_class: type, help: str = "YAML file with any of the following", **more: Any) -> None:
         """Adds `--config`, and an option for every key of a dataclass."""
-        self.kind = kind
+        self.config_class = config_class
         self.add_argument("--config", action="config", help=help)
-        self.add_class_arguments(kind, None, **more)
+        self.add_class_arguments(config_class, None, **more)
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Values by name; UserError also for a key of the file that is unknown, or there twice."""
@@ -139,55 +139,55 @@ class ConfigParser(Parser):
         if file is not None:
             self.file, self.source = file, f"{file} or "
             data = dict(read_config(file))
-            if "plugins" in typing.get_type_hints(self.kind):
+            if "plugins" in typing.get_type_hints(self.config_class):
                 _load_plugins(data, file)
                 self.epilog = "\n".join(
-                    f"options of the source {kind}: {', '.join(field.name for field in dataclasses.fields(options))}."
-                    for kind, options in SOURCES.items()
+                    f"options of the source {source}: {', '.join(field.name for field in dataclasses.fields(options))}."
+                    for source, options in SOURCES.items()
                     if dataclasses.fields(options)
                 )
             words, numbered = _numbered(words)
             for path, value in numbered:
                 _set(data, path, value, file)
-            self._check_keys(self.kind, data, str(file))
+            self._check_keys(self.config_class, data, str(file))
             words = [f"--config={yaml.safe_dump(data, default_style=chr(34))}", *words]
         return super().read(words)
 
     def configuration(self, values: Mapping[str, Any]) -> Any:
         """The configuration among the values that were read."""
-        return self.kind(**{field.name: values[field.name] for field in dataclasses.fields(self.kind)})
+        return self.config_class(**{field.name: values[field.name] for field in dataclasses.fields(self.config_class)})
 
     @property
     def options(self) -> list[str]:
-        return [*super().options, *all_keys(self.kind)]
+        return [*super().options, *all_keys(self.config_class)]
 
     def check_option(self, name: str, value: str | None, inner: bool = False) -> None:
         path = name[2:].partition(".help")[0].rstrip("+")
-        own = name in self._option_string_actions and path.partition(".")[0] not in typing.get_type_hints(self.kind)
+        own = name in self._option_string_actions and path.partition(".")[0] not in typing.get_type_hints(self.config_class)
         if own or not name.startswith("--"):
             return super().check_option(name, value)
-        kind, action = self._type_of(path), self._option_string_actions.get(name)
+        hint, action = self._type_of(path), self._option_string_actions.get(name)
         super().check_option(name, value, inner=True)
         if value is not None and (action is None or action.nargs != 0):
-            self._check_keys(kind, _plain(value), f"option {name}", path)
+            self._check_keys(hint, _plain(value), f"option {name}", path)
 
-    def _check_keys(self, kind: Any, data: Any, where: str, path: str = "") -> None:
+    def _check_keys(self, hint: Any, data: Any, where: str, path: str = "") -> None:
         """Refuses keys of plain data that a dataclass does not have, and sections without keys, however deep."""
-        optional, kind = kind, _inner(kind)
-        origin, args = typing.get_origin(kind), typing.get_args(kind)
-        if dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind)
-            if data is None and optional is kind:
+        optional, hint = hint, _inner(hint)
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if dataclasses.is_dataclass(hint):
+            hints = typing.get_type_hints(hint)
+            if data is None and optional is hint:
                 raise UserError(f"{where}: {path} is empty: give keys of it, or leave it out for what it is by default")
             if data is not None and not isinstance(data, Mapping):
                 first = next(iter(hints), "none")
                 raise UserError(f"{where}: {path} is {data!r}; give it keys, such as {path}.{first}: {', '.join(hints)}")
             data = data or {}
-            if kind is SourceConfig:
+            if hint is SourceConfig:
                 hints["options"] = find_source(str(data.get("kind", "stored")), f"{where}: {_dotted(path, 'kind')}")
             for key in data:
                 if key not in hints:
-                    raise UserError(f"{where}: unknown key {_dotted(path, key)}; {self._hint(path, str(key), kind)}")
+                    raise UserError(f"{where}: unknown key {_dotted(path, key)}; {self._hint(path, str(key), hint)}")
                 self._check_keys(hints[key], _as_text(hints[key], data, key), where, _dotted(path, key))
         elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
             for i, value in enumerate(data):
@@ -197,12 +197,12 @@ class ConfigParser(Parser):
                 _as_text(args[1], data, key)
                 self._check_keys(args[1], value, where, _dotted(path, key))
         elif (wanted := _wanted(optional)) is not None and not _fits(optional, data):
-            what = where if where.endswith(path) else f"{where}: {path}"
-            raise UserError(f"{what} is {data!r:.80}; give {wanted}")
+            location = where if where.endswith(path) else f"{where}: {path}"
+            raise UserError(f"{location} is {data!r:.80}; give {wanted}")
 
     def _type_of(self, path: str) -> Any:
         """Type of the value at a dotted key, None where any is allowed; UserError where there is no such key."""
-        here: Any = self.kind
+        here: Any = self.config_class
         for part in path.split("."):
             here = _inner(here)
             if not dataclasses.is_dataclass(here):
@@ -214,16 +214,16 @@ class ConfigParser(Parser):
             here = hints[part]
         return here
 
-    def _hint(self, path: str, key: str, kind: Any, mark: str = "") -> str:
+    def _hint(self, path: str, key: str, config_class: Any, mark: str = "") -> str:
         """Suggests what was meant by a key that a dataclass does not have; `mark` is printed before it."""
-        beside = [_dotted(path, name) for name in typing.get_type_hints(kind)]
-        known = self.options if mark else all_keys(self.kind)
+        beside = [_dotted(path, name) for name in typing.get_type_hints(config_class)]
+        known = self.options if mark else all_keys(self.config_class)
         return meant(_dotted(path, key), [*beside, *known], mark) or f"see {self.command} --help"
 
 
-def all_keys(kind: Any, path: str = "") -> Iterator[str]:
+def all_keys(config_class: Any, path: str = "") -> Iterator[str]:
     """Every dotted key of a dataclass that holds a value, however deep."""
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in typing.get_type_hints(config_class).items():
         inner = _inner(hint)
         if dataclasses.is_dataclass(inner):
             yield from all_keys(inner, _dotted(path, name))
@@ -273,11 +273,11 @@ def _set(data: Any, path: str, value: str, file: Path) -> None:
                 raise UserError(f"option --{path}: {where} of {file} has {len(here)} entries, counted from 0; {part} is none")
         elif not isinstance(here, dict):
             raise UserError(f"option --{path}: {'.'.join(path.split('.')[:i])} of {file} is {here!r}; it holds no {part}")
-        place: Any = int(part) if isinstance(here, list) else part
+        key: Any = int(part) if isinstance(here, list) else part
         if i == len(way):
-            here[place] = _plain(value)
+            here[key] = _plain(value)
         else:
-            here = here[place] if isinstance(here, list) else here.setdefault(place, {})
+            here = here[key] if isinstance(here, list) else here.setdefault(key, {})
 
 
 def _plain(text: str) -> Any:
@@ -288,10 +288,10 @@ def _plain(text: str) -> Any:
         return text
 
 
-def _wanted(kind: Any) -> str | None:
+def _wanted(hint: Any) -> str | None:
     """What a value of a plain type is, for messages; None for a type that is left to the parser."""
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         parts = [_wanted(part) for part in args]
         return None if None in parts else ", or ".join(part for part in parts if part)
@@ -300,28 +300,28 @@ def _wanted(kind: Any) -> str | None:
     if origin in (tuple, list):
         sorts = {float: ", such as [0.9, 0.95]", str: ", such as ['name']"}
         return f"a list{sorts.get(args[0], '') if args else ''}"
-    return plain.get(kind)
+    return plain.get(hint)
 
 
-def _fits(kind: Any, value: Any) -> bool:
-    """Whether a plain value, or a text that the parser makes one of, is of a type of which `_wanted` says what it is."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a plain value, or a text that the parser turns into one, has a type that `_wanted` names."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(part, value) for part in args)
     if origin is Literal:
         return value in args
     if origin in (tuple, list):
         return isinstance(value, (list, tuple))
-    if kind is float:
+    if hint is float:
         return not isinstance(value, bool) and _is_number(value)
-    if kind is str:
+    if hint is str:
         return not isinstance(value, (list, dict))
-    return type(value) is kind
+    return type(value) is hint
 
 
-def _as_text(kind: Any, data: Any, key: Any) -> Any:
+def _as_text(hint: Any, data: Any, key: Any) -> Any:
     """The value of a key; where a text is wanted, a number becomes one as it is written."""
-    if _inner(kind) is str and isinstance(data[key], int | float) and not isinstance(data[key], bool):
+    if _inner(hint) is str and isinstance(data[key], int | float) and not isinstance(data[key], bool):
         data[key] = str(data[key])
     return data[key]
 
@@ -333,12 +333,12 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _inner(kind: Any) -> Any:
+def _inner(hint: Any) -> Any:
     """`X | None` without the None."""
-    if typing.get_origin(kind) in (Union, types.UnionType):
-        rest = [a for a in typing.get_args(kind) if a is not type(None)]
-        return rest[0] if len(rest) == 1 else kind
-    return kind
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        rest = [a for a in typing.get_args(hint) if a is not type(None)]
+        return rest[0] if len(rest) == 1 else hint
+    return hint
 
 
 def _dotted(path: str, key: Any) -> str:

@@ -96,13 +96,13 @@ class FitConfig:
 
     def _check_tensor_parallel(self) -> None:
         """Refuses what slices of the decoder's matrices do not go with."""
-        given = {
+        features = {
             "lora": self.lora is not None,
             "balance": self.balance is not None,
             "guard": self.guard,
             "fabric.precision 16-mixed": self.fabric.precision == "16-mixed",
         }
-        for name in (name for name, there in given.items() if there and self.fabric.tensor_parallel > 1):
+        for name in (name for name, enabled in features.items() if enabled and self.fabric.tensor_parallel > 1):
             raise UserError(f"fabric.tensor_parallel does not go with {name}; leave one of them out")
 
     def _check_sharded_rules(self) -> None:
@@ -129,14 +129,14 @@ class FitConfig:
     def shared_by(self, processes: int) -> tuple[FitConfig, str | None]:
         """The configuration with micro-batches that so many processes share evenly, more than given where they must be, and a
         line about the larger batch, or None. A balance of tasks leaves their number alone."""
-        given = self.data.micro_batches
-        count = -(-given // processes) * processes
-        if count == given or self.balance is not None:
+        configured = self.data.micro_batches
+        count = -(-configured // processes) * processes
+        if count == configured or self.balance is not None:
             return self, None
         line = (
-            f"the batch is {count} micro-batches a step instead of {given}, as {processes} processes share them: "
-            f"{count / given:.3g} times as large; by the root of that it would go with "
-            f"{self.optimizer.rates(count / given)}"
+            f"the batch is {count} micro-batches a step instead of {configured}, as {processes} processes share them: "
+            f"{count / configured:.3g} times as large; by the root of that it would go with "
+            f"{self.optimizer.rates(count / configured)}"
         )
         return replace(self, data=replace(self.data, micro_batches=count)), line
 

@@ -169,9 +169,9 @@ class ModelSection:
     @property
     def streams(self) -> int | None:
         """Number of streams of the layout; None where it is not known before a model folder is read."""
-        given = self.layout.get("streams")
-        if isinstance(given, (list, tuple)):
-            return len(given)
+        streams = self.layout.get("streams")
+        if isinstance(streams, (list, tuple)):
+            return len(streams)
         if self.codec is not None:
             return len(CODECS.find(self.codec, "model.codec").codebook_sizes) + 1
         return None if self.preset is None else len(preset(self.preset).layout)

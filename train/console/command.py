@@ -33,9 +33,9 @@ def check_command(name: str, known: Iterable[str], of: str = "") -> None:
         raise UserError(f"{of} command {name!r} is unknown; {closest(name, names)}".strip())
 
 
-def find_config(given: str | Path) -> Path:
+def find_config(name: str | Path) -> Path:
     """The file of a configuration, given by its path or by the name of a recipe, such as `nano` or `voiceassistant/stage1`."""
-    file, recipe = Path(given), RECIPES / f"{given}.yaml"
+    file, recipe = Path(name), RECIPES / f"{name}.yaml"
     known = ".." not in file.parts and not file.is_absolute() and recipe.is_file()
     return recipe if known and not file.is_file() else file
 
@@ -117,16 +117,16 @@ def load_yaml(text: str) -> Any:
 jsonargparse.set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 
-def read_yaml(file: Path, what: str = "configuration") -> Any:
-    """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `what`
+def read_yaml(file: Path, noun: str = "configuration") -> Any:
+    """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `noun`
     names it in the message."""
     try:
         refuse_pointer(file)
         return yaml.load(file.read_text(encoding="utf-8"), _SpellingLoader)
     except UserError as error:
-        raise UserError(f"{what} {file} {error}") from None
+        raise UserError(f"{noun} {file} {error}") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{what} {file} cannot be read ({' '.join(str(error).split())}); give a YAML file") from error
+        raise UserError(f"{noun} {file} cannot be read ({' '.join(str(error).split())}); give a YAML file") from error
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
@@ -140,7 +140,7 @@ def read_config(file: Path) -> Mapping[str, Any]:
 
 def check_folder_to_be(folder: Path, key: str) -> None:
     """Refuse a folder that cannot be made because a file is in its place (UserError); `key` names the option."""
-    taken = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    taken = next((path for path in (folder, *folder.parents) if path.exists()), None)
     if taken is not None and not taken.is_dir():
         raise UserError(f"{key} {folder}: {taken} is a file where a folder belongs; name another folder")
 

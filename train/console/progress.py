@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
-Kind = Literal["auto", "bar", "lines", "off"]
+Progress = Literal["auto", "bar", "lines", "off"]
 
 SHARES = ("exact_match", "wer", "code_accuracy", "ended")
 """Names of validation figures that are shares or error rates, shown in per cent."""
@@ -83,22 +83,22 @@ class Screen:
     """A bar on a terminal, lines elsewhere, or nothing.
 
     Args:
-        kind: see `LogConfig.progress`.
+        mode: see `LogConfig.progress`.
         bar: arguments of tqdm.
     """
 
-    def __init__(self, kind: Kind, stream: TextIO | None = None, **bar: Any) -> None:
+    def __init__(self, mode: Progress, stream: TextIO | None = None, **bar: Any) -> None:
         from tqdm import tqdm
 
         self.stream = stream or sys.stderr
         sized = columns(self.stream) != 0
-        self.kind = ("bar" if self.stream.isatty() and sized else "lines") if kind == "auto" else kind
+        self.mode = ("bar" if self.stream.isatty() and sized else "lines") if mode == "auto" else mode
         width: dict[str, Any] = {"dynamic_ncols": True} if sized else {"ncols": 80}
-        self.bar = tqdm(file=self.stream, **width, **bar) if self.kind == "bar" else None
+        self.bar = tqdm(file=self.stream, **width, **bar) if self.mode == "bar" else None
 
     def say(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
-        if self.kind == "off":
+        if self.mode == "off":
             return
         if self.bar is not None:
             self.bar.write(line, file=self.stream)
@@ -114,7 +114,7 @@ class Screen:
         bar, self.bar = self.bar, None
         if bar is not None:
             bar.close()
-            self.kind = "lines"
+            self.mode = "lines"
 
 
 class TrainProgress(Screen):
@@ -126,10 +126,10 @@ class TrainProgress(Screen):
     """
 
     def __init__(
-        self, kind: Kind, start: tuple[float, float] = (0.0, 0.0), most: float | None = None, stream: TextIO | None = None
+        self, mode: Progress, start: tuple[float, float] = (0.0, 0.0), most: float | None = None, stream: TextIO | None = None
     ) -> None:
         super().__init__(
-            kind, stream, total=1000, initial=round(1000 * start[0]), bar_format="{percentage:3.0f}% {bar} {desc}{postfix}"
+            mode, stream, total=1000, initial=round(1000 * start[0]), bar_format="{percentage:3.0f}% {bar} {desc}{postfix}"
         )
         self.start, self.most = start, most
         self.figures = self.last = ""
@@ -160,7 +160,7 @@ class TrainProgress(Screen):
             if figures.get(name, 0.0) >= WAITING:
                 parts.append(f"{100 * figures[name]:.0f}% {words}")
         self.figures = " ".join(parts)
-        if self.kind == "lines":
+        if self.mode == "lines":
             self.say(f"step {step} ({100 * used:.1f}%) {self.figures} {self._left(used, seconds)}")
         self.show(step, used, seconds)
 
@@ -207,9 +207,9 @@ class Display(Screen):
         before: items done before this start.
     """
 
-    def __init__(self, total: int, before: int = 0, kind: Kind = "auto", stream: TextIO | None = None) -> None:
+    def __init__(self, total: int, before: int = 0, mode: Progress = "auto", stream: TextIO | None = None) -> None:
         super().__init__(
-            kind, stream, total=total, initial=before, mininterval=0.2,
+            mode, stream, total=total, initial=before, mininterval=0.2,
             bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} items {postfix}",
         )  # fmt: skip
         self.total, self.before, self.items, self.seconds = total, before, 0, 0.0
@@ -229,7 +229,7 @@ class Display(Screen):
         if self.bar is not None:
             self.bar.set_postfix_str(self.pace(), refresh=False)
             self.bar.update(items)
-        elif self.kind == "lines" and time.monotonic() - self.shown_at >= LINE_SECONDS:
+        elif self.mode == "lines" and time.monotonic() - self.shown_at >= LINE_SECONDS:
             self.shown_at = time.monotonic()
             done = self.before + self.items
             print(f"{done} of {self.total} items ({100 * done / self.total:.1f}%), {self.pace()}", file=self.stream, flush=True)

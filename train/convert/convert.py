@@ -34,9 +34,9 @@ def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None
         return convert_adapter(source, target, options)
     if source.is_dir() and streamed.recognise(source):
         return export(_adapted(streamed.read(source), options), target, options, bar)
-    kind = options.kind or kind_of(source)
-    check_in_place(source, target, kind)
-    foreign = _adapted(read_source(source, kind, options), options)
+    source_format = options.kind or kind_of(source)
+    check_in_place(source, target, source_format)
+    foreign = _adapted(read_source(source, source_format, options), options)
     config = foreign.config
     if options.into is not None and not isinstance(config, WhisperConfig):
         raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.format].label}")
@@ -57,15 +57,15 @@ def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None
     return f"{options.into} with the encoder of {source}", streamed.write(_typed(model, options), target, bar)
 
 
-def read_source(source: Path, kind: str, options: ConvertOptions) -> Foreign:
+def read_source(source: Path, source_format: str, options: ConvertOptions) -> Foreign:
     """Open SOURCE together with the encoder or tokenizer that the options name."""
-    refuse_file(source, kind)
-    if kind == "hf":
+    refuse_file(source, source_format)
+    if source_format == "hf":
         return huggingface.read(source, options.tokenizer)
-    if kind == "mini-omni":
+    if source_format == "mini-omni":
         encoder = choose_encoder(options) if options.encoder is not None else None
         return mini_omni.read(source, encoder=encoder, tokenizer=options.tokenizer, drop_vision=options.drop_vision)
-    return FORMATS[kind].read(source)
+    return FORMATS[source_format].read(source)
 
 
 def _adapted(model: Foreign, options: ConvertOptions) -> Foreign:

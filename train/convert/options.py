@@ -67,12 +67,12 @@ class ConvertOptions:
     quiet: bool = False
 
 
-def check_options(options: ConvertOptions, allowed: tuple[str, ...], what: str) -> None:
+def check_options(options: ConvertOptions, allowed: tuple[str, ...], reason: str) -> None:
     """Refuse an option that would be ignored (UserError)."""
     for field in fields(ConvertOptions):
-        given = getattr(options, field.name) != field.default
-        if given and field.name not in ("kind", "overwrite", "quiet", "lora", *allowed):
-            raise UserError(f"--{field.name} has no meaning here: {what}; leave it out")
+        changed = getattr(options, field.name) != field.default
+        if changed and field.name not in ("kind", "overwrite", "quiet", "lora", *allowed):
+            raise UserError(f"--{field.name} has no meaning here: {reason}; leave it out")
 
 
 def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
@@ -80,14 +80,14 @@ def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
 
     SOURCE and `into` may be replaced by the model that is made of them.
     """
-    place = real_place(target)
+    real_target = real_place(target)
     for name, path in _inputs(source, options).items():
-        found = path.resolve() if path.exists() else None
-        if found is None or (found == place and name in ("SOURCE", "into")):
+        real_path = path.resolve() if path.exists() else None
+        if real_path is None or (real_path == real_target and name in ("SOURCE", "into")):
             continue
-        if found.is_relative_to(place):
+        if real_path.is_relative_to(real_target):
             raise UserError(f"{target} holds {path}, which would be lost; give another target")
-    if place.exists() and Path.cwd().is_relative_to(place):
+    if real_target.exists() and Path.cwd().is_relative_to(real_target):
         raise UserError(
             f"{target} is or holds the folder that you are in, which would be replaced; leave it first, or give another name"
         )
@@ -114,16 +114,16 @@ def _inputs(source: Path, options: ConvertOptions) -> dict[str, Path]:
     return {"SOURCE": source, **{name: path for name, path in named.items() if path is not None}}
 
 
-def check_in_place(source: Path, target: Path, kind: str, becomes: str = "omni") -> None:
-    """Refuse a SOURCE of format `kind` that is TARGET too and `becomes` a format that does not hold all of it (UserError)."""
-    if source.resolve() != real_place(target) or kind == becomes == "omni":
+def check_in_place(source: Path, target: Path, from_format: str, becomes: str = "omni") -> None:
+    """Refuse a SOURCE in `from_format` that is TARGET too and `becomes` a format that does not hold all of it (UserError)."""
+    if source.resolve() != real_place(target) or from_format == becomes == "omni":
         return
     from omni.convert.formats import FORMATS
 
     if becomes != "omni":
         known = FORMATS[becomes]
         raise UserError(f"{target} is SOURCE too: as {known.label} it would lose {known.loses}; give another TARGET")
-    raise UserError(f"{target} is SOURCE too: {FORMATS[kind].label}, whose own files would be lost; give another TARGET")
+    raise UserError(f"{target} is SOURCE too: {FORMATS[from_format].label}, whose own files would be lost; give another TARGET")
 
 
 def check(source: Path, target: Path, options: ConvertOptions) -> None:

@@ -109,11 +109,11 @@ def _mask(
     out = mel.clone()
     mean = mel[:, :length].mean() if silent is None else mel[:, ~silent].mean()
     places = torch.rand(config.freq_masks + config.time_masks, 2, generator=generator, dtype=torch.float64).tolist()
-    for place in places[: config.freq_masks]:
-        start, width = _run(bands, config.freq_width, place)
+    for draw in places[: config.freq_masks]:
+        start, width = _run(bands, config.freq_width, draw)
         out[start : start + width, :length] = mean
-    for place in places[config.freq_masks :]:
-        start, width = _run(length, min(config.time_width, int(config.time_fraction * length)), place)
+    for draw in places[config.freq_masks :]:
+        start, width = _run(length, min(config.time_width, int(config.time_fraction * length)), draw)
         if silent is None:
             out[:, start : start + width] = mean
         else:
@@ -181,9 +181,9 @@ def _with_pauses(
     runs = [(0, round(rate * before)), (length, round(rate * after))]
     if draws[2] < config.pause_probability:
         places = gaps(mel, speech(mel) if voice is None else voice)
-        for place, seconds in ((draws[4], draws[5]), (draws[6], draws[7]))[: 1 if draws[3] < 0.5 else 2]:
+        for draw, seconds in ((draws[4], draws[5]), (draws[6], draws[7]))[: 1 if draws[3] < 0.5 else 2]:
             if places:
-                at = places.pop(int(place * len(places)))
+                at = places.pop(int(draw * len(places)))
                 runs.append((at, round(rate * _between(config.pauses, seconds))))
     runs = sorted((at, frames) for at, frames in runs if frames)
     if not runs:
@@ -196,8 +196,8 @@ def _uniform(bounds: Range, generator: Generator) -> float:
     return _between(bounds, float(torch.rand((), generator=generator, dtype=torch.float64)))
 
 
-def _between(bounds: Range, place: float) -> float:
-    return bounds[0] + (bounds[1] - bounds[0]) * place
+def _between(bounds: Range, share: float) -> float:
+    return bounds[0] + (bounds[1] - bounds[0]) * share
 
 
 def _integer(high: int, generator: Generator) -> int:
@@ -205,10 +205,10 @@ def _integer(high: int, generator: Generator) -> int:
     return int(torch.randint(high + 1, (), generator=generator))
 
 
-def _run(length: int, widest: int, place: tuple[float, float]) -> tuple[int, int]:
+def _run(length: int, widest: int, draws: tuple[float, float]) -> tuple[int, int]:
     """Start and width of a run of 0 to `widest` places within `length`, from two numbers in [0, 1)."""
-    width = int(place[0] * (min(widest, length) + 1))
-    return int(place[1] * (length - width + 1)), width
+    width = int(draws[0] * (min(widest, length) + 1))
+    return int(draws[1] * (length - width + 1)), width
 
 
 def _noise(samples: int, config: AugmentConfig, generator: Generator) -> Tensor:
@@ -267,9 +267,9 @@ def _stretched(x: np.ndarray, axis: int, factor: float, size: int) -> np.ndarray
     """Interpolate `size` values along an axis, `factor` apart; beyond the end, the last value is repeated. In NumPy, whose
     calls cost less than PyTorch's for arrays as small as these."""
     last = x.shape[axis] - 1
-    place = np.minimum(np.arange(size, dtype=np.float32) * np.float32(factor), last)
-    low = place.astype(np.intp)
-    share = place - low
+    position = np.minimum(np.arange(size, dtype=np.float32) * np.float32(factor), last)
+    low = position.astype(np.intp)
+    share = position - low
     out = x.take(np.minimum(low + 1, last), axis)
     below = x.take(low, axis)
     out -= below
@@ -283,10 +283,10 @@ def shape(mel: Tensor, decibels: float, generator: Generator, curves: int = 5) -
     gain is a sum of `curves` cosines over the bands, of half a period and up, with normal weights that fall as one over their
     number; its standard deviation over bands and draws is about `decibels`."""
     bands = mel.shape[0]
-    place = (torch.arange(bands) + 0.5) * (torch.pi / bands)
+    angle = (torch.arange(bands) + 0.5) * (torch.pi / bands)
     number = torch.arange(1, curves + 1)
     weights = torch.randn(curves, generator=generator) / number
-    gain = weights @ torch.cos(number[:, None] * place)
+    gain = weights @ torch.cos(number[:, None] * angle)
     scale = decibels / 40.0 / float((0.5 / number.double().square()).sum().sqrt())  # a feature is log10 of power, over 4
     return mel + (gain * scale)[:, None]
 
@@ -376,14 +376,14 @@ def gaps(mel: Tensor, voice: Tensor) -> list[int]:
     low = -torch.nn.functional.max_pool1d(-power[None], 2 * AROUND + 1, 1, AROUND)[0]
     quiet = (power == low) & (power <= power.max() - GAP)
     quiet[: spoken[0] + 1] = quiet[spoken[-1] :] = False
-    found = quiet.nonzero().flatten().tolist()
-    return [f for f in found if not quiet[f - 1]]  # of a run, the first
+    minima = quiet.nonzero().flatten().tolist()
+    return [f for f in minima if not quiet[f - 1]]  # of a run, the first
 
 
 def insert(x: Tensor, places: Sequence[tuple[int, int]], value: float | bool) -> Tensor:
     """Puts runs of equal values into [..., F]. `places`: (f, length) of each run, which comes before frame f; ascending."""
     pieces, start = [], 0
-    for place, length in places:
-        pieces += [x[..., start:place], x.new_full((*x.shape[:-1], length), value)]
-        start = place
+    for frame, length in places:
+        pieces += [x[..., start:frame], x.new_full((*x.shape[:-1], length), value)]
+        start = frame
     return torch.cat([*pieces, x[..., start:]], dim=-1)

@@ -10,7 +10,7 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
 from omni.text import Tokenizer
-from train.console.progress import Kind
+from train.console.progress import Progress
 from train.data.batching.examples import Alignment, ExampleMaker
 from train.data.batching.packer import Pipeline
 from train.data.config import DataConfig, SourceConfig
@@ -50,7 +50,7 @@ def build_pipeline(
     for i, source in enumerate(config.sources):
         needed = Needed(frozenset(source.drawn), config.cut > 0, heard_only)
         sources.append(build_source(source, codec, key(config.seed, "source", i), config.cache, needed))
-    mixture, tasks = build_mixture(config, sources, config.seed), [TaskMixture(one.tasks, one.stages) for one in config.sources]
+    mixture, tasks = build_mixture(config, sources, config.seed), [TaskMixture(s.tasks, s.stages) for s in config.sources]
     options = (config.augment, config.seed, config.system, config.cut, heard_only)
     maker = ExampleMaker(model, tokenizer, codec, build_alignment(config, tokenizer), *options)
     return Pipeline(mixture, tasks, maker, config.packing, config.seed, broken=config.broken)
@@ -59,9 +59,9 @@ def build_pipeline(
 def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> Mixture:
     """Mix built sources as configured; UserError where a limit does not fit its source."""
     limits = []
-    for i, (source, one) in enumerate(zip(sources, config.sources, strict=True)):
+    for i, (source, source_config) in enumerate(zip(sources, config.sources, strict=True)):
         try:
-            limits.append(one.limit(source.size))
+            limits.append(source_config.limit(source.size))
         except UserError as error:
             raise UserError(f"data.sources.{i}.{error}") from error
     windows = {i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredSource) and source.windows}
@@ -73,8 +73,8 @@ def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> l
     """Read `count` rows for validation, shared evenly over all sources that have some; the same ones every time. System
     messages are left out where the training leaves them out, and so are rows that cannot be read. UserError: no source has any,
     or one cannot be read and `data.broken` is not `skip`."""
-    found = held_out_by_source(config, codec, count, {} if config.broken == "skip" else None)
-    return [row for _, rows in found for row in rows]
+    held_out = held_out_by_source(config, codec, count, {} if config.broken == "skip" else None)
+    return [row for _, rows in held_out for row in rows]
 
 
 def held_out_by_source(
@@ -82,12 +82,12 @@ def held_out_by_source(
 ) -> list[tuple[SourceConfig, list[Row]]]:
     """The rows of `held_out_rows`, with their sources; `broken` as in `held_out_of`. UserError: no source has any, or one
     cannot be read and `broken` is None."""
-    sources, found = sources_held_out(config), []
+    sources, held_out = sources_held_out(config), []
     for i, source in enumerate(sources):
         share = count * (i + 1) // len(sources) - count * i // len(sources)
         rows = held_out_of(source, codec, share, config.cache, broken=broken)
-        found.append((source, rows if config.system else [replace(row, system="") for row in rows]))
-    return found
+        held_out.append((source, rows if config.system else [replace(row, system="") for row in rows]))
+    return held_out
 
 
 def sources_held_out(config: DataConfig) -> list[SourceConfig]:
@@ -114,14 +114,14 @@ def held_out_of(
     if isinstance(source.held_out, str):
         stored = StoredRows(source.held_out, cache)
         asked = min(count, len(stored))
-        numbers = [k * len(stored) // asked for k in range(asked)]
+        indices = [k * len(stored) // asked for k in range(asked)]
     elif source.held_out is None:
         return source.made.build(codec, 0).held_out(count, seed)
     else:
         made = StoredSource(source.folders, cache, source.held_out)
-        stored, numbers = made.rows, made.held_out_indices(count)
+        stored, indices = made.rows, made.held_out_indices(count)
     rows = []
-    for number in numbers:
+    for number in indices:
         try:
             rows.append(stored[number])
         except UserError as error:
@@ -131,7 +131,7 @@ def held_out_of(
     return rows
 
 
-def prepare_sources(config: DataConfig, progress: Kind) -> None:
+def prepare_sources(config: DataConfig, progress: Progress) -> None:
     """Makes now what training would otherwise wait for."""
     for source in config.sources:
         source.made.prepare(progress)
@@ -158,7 +158,7 @@ def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
             continue
         seen.add(where)
         try:
-            for turn in drawn_row(source, draw.index, draw.place).turns:
+            for turn in drawn_row(source, draw.index, draw.source_draw).turns:
                 if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
                     yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
                 elif turn.answer_audio is not None and turn.answer_text.strip():

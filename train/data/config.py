@@ -284,7 +284,7 @@ class DataConfig:
             raise UserError("data.sources is empty; name at least one source")
         names = [f"data.sources.{i}.weight" for i in range(len(self.sources))]
         check_schedule(names, [source.weight for source in self.sources], math.inf if self.draws is None else 1)
-        kept_back = {folder: one for one in self.sources if isinstance(one.held_out, int) for folder in one.folders}
+        kept_back = {folder: source for source in self.sources if isinstance(source.held_out, int) for folder in source.folders}
         for i, source in enumerate(self.sources):
             for other in (kept_back[folder] for folder in source.folders if folder in kept_back):
                 if (source.path, source.held_out) != (other.path, other.held_out):
@@ -302,7 +302,7 @@ class DataConfig:
         return [
             source.weight
             if self.draws is None or not isinstance(source.weight, tuple)
-            else tuple((self.draws * place, weight) for place, weight in source.weight)
+            else tuple((self.draws * share, weight) for share, weight in source.weight)
             for source in self.sources
         ]
 

@@ -214,9 +214,9 @@ def _cluster(start: Callable[[], Any], items: int, processes: Processes) -> Iter
         needs = {"CPU": processes.threads, "GPU": 0 if processes.device == "cpu" else 1}
         count = min(items, processes.workers or _room(ray, needs, processes.ray))
         options = {"max_restarts": -1, "max_task_retries": RETRIES}
-        kind = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], **options)(ItemWorker)
+        actor_class = ray.remote(num_cpus=needs["CPU"], num_gpus=needs["GPU"], **options)(ItemWorker)
         work = pickle.dumps(start)
-        actors = [kind.remote(work, loaded(), processes.threads) for _ in range(count)]
+        actors = [actor_class.remote(work, loaded(), processes.threads) for _ in range(count)]
         idle: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for actor in actors * _AHEAD:
             idle.put(actor)

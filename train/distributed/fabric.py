@@ -119,10 +119,10 @@ def placement(config: FabricConfig, environ: Mapping[str, str]) -> tuple[int | s
         started = int(environ.get("SLURM_NTASKS_PER_NODE", int(environ["SLURM_NTASKS"]) // nodes)), nodes
     if started is None:
         return devices, config.num_nodes
-    for key, wanted, found in (("devices", devices, started[0]), ("num_nodes", config.num_nodes, started[1])):
+    for key, wanted, count in (("devices", devices, started[0]), ("num_nodes", config.num_nodes, started[1])):
         free = "auto" if key == "devices" else 1
-        if wanted not in (free, -1, found) and isinstance(wanted, int):
-            raise UserError(f"fabric.{key} is {wanted}, but {launcher} has started {found}; give --fabric.{key} {free}")
+        if wanted not in (free, -1, count) and isinstance(wanted, int):
+            raise UserError(f"fabric.{key} is {wanted}, but {launcher} has started {count}; give --fabric.{key} {free}")
     return (devices if isinstance(devices, str) and devices != "auto" else started[0]), started[1]
 
 
@@ -200,11 +200,11 @@ def full_state(
     for name, own in module.state_dict().items():
         if not name.startswith(prefix):
             continue
-        value, place = own if replace is None else replace.get(name, own), device
+        value, target = own if replace is None else replace.get(name, own), device
         if isinstance(value, DTensor):
-            value, place = value.full_tensor(), "cpu"
+            value, target = value.full_tensor(), "cpu"
         if group.first:
-            whole[name[len(prefix) :]] = value.detach().to(place, own.dtype)
+            whole[name[len(prefix) :]] = value.detach().to(target, own.dtype)
     return whole
 
 

@@ -104,12 +104,12 @@ def _meeting(world: int, address: str, port: str) -> Iterator[None]:
         socket.getaddrinfo(address or "localhost", None)
     except OSError as error:
         raise UserError(f"MASTER_ADDR {address} is not known here ({error.strerror}); give the first node's name") from error
-    over, place = threading.Event(), f"{address}:{port}"
-    threading.Thread(target=partial(_say_waiting, over, world, place), daemon=True).start()
+    over, endpoint = threading.Event(), f"{address}:{port}"
+    threading.Thread(target=partial(_say_waiting, over, world, endpoint), daemon=True).start()
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [n for n in (*ENDING, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+        signals = [n for n in (*ENDING, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, signal.SIG_DFL) for number in signals}
     try:
         yield
     except dist.DistNetworkError as error:
@@ -119,20 +119,20 @@ def _meeting(world: int, address: str, port: str) -> Iterator[None]:
             ) from error
         raise
     except dist.DistStoreError as error:
-        raise LostError(f"not all of the {world} processes came to {place} within {START}; {AGAIN}") from error
+        raise LostError(f"not all of the {world} processes came to {endpoint} within {START}; {AGAIN}") from error
     finally:
         over.set()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _say_waiting(over: threading.Event, world: int, place: str) -> None:
+def _say_waiting(over: threading.Event, world: int, endpoint: str) -> None:
     waited, rank = PATIENT, os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", "0")))
     hint = ""
     if "SLURM_JOB_ID" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         hint = f"; Slurm's job {os.environ['SLURM_JOB_ID']} has {world} tasks, which srun starts"
     while not over.wait(waited / (1 if waited == PATIENT else 2)):
-        say(f"process {rank}: waiting for the others of {world} processes at {place}, for {round(waited)} s{hint}")
+        say(f"process {rank}: waiting for the others of {world} processes at {endpoint}, for {round(waited)} s{hint}")
         waited *= 2
 
 
@@ -176,8 +176,8 @@ def check_shared(folder: Path, group: ProcessGroup) -> None:
     gathered = group.gather((socket.gethostname(), sees))
     if group.first:
         (folder / name).unlink(missing_ok=True)
-    for rank, (host, there) in enumerate(gathered):
-        if not there:
+    for rank, (host, visible) in enumerate(gathered):
+        if not visible:
             error = UserError(
                 f"run_folder: process {rank} (host {host}) does not see {folder.absolute()} of the first process (host "
                 f"{gathered[0][0]}); name a folder that all nodes share"

@@ -127,8 +127,8 @@ class ProcessGroup:
             except UserError as error:
                 failure = error
             except OSError as error:
-                what, reason = error.filename or "a file", error.strerror or error
-                failure = UserError(f"{what} cannot be read or written ({reason}); fix that and run the same command again")
+                file, reason = error.filename or "a file", error.strerror or error
+                failure = UserError(f"{file} cannot be read or written ({reason}); fix that and run the same command again")
                 failure.again = error.errno in PASSING
         self.raise_if_any_failed(failure)
         return result
@@ -156,8 +156,8 @@ def lost_named(group: ProcessGroup) -> Iterator[None]:
 def is_lost(error: BaseException | None) -> bool:
     """True where an error, or one that led to it, says that another process cannot be reached."""
     while error is not None:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        if "DistError" in kinds or ("RuntimeError" in kinds and any(part in str(error) for part in LOST)):
+        names = [base.__name__ for base in type(error).__mro__]
+        if "DistError" in names or ("RuntimeError" in names and any(part in str(error) for part in LOST)):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -194,11 +194,11 @@ def keep_collectives() -> None:
 
 def last_collective() -> str:
     """The collective that waits, such as `gloo:all_reduce of [1000], the group's number 12`; "" where none is known."""
-    found = ""
+    description = ""
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, and NCCL's
         with suppress(AttributeError, RuntimeError, ValueError, TypeError):
-            found = described(json.loads(flight_recorder(name)).get("entries", [])) or found
-    return found
+            description = described(json.loads(flight_recorder(name)).get("entries", [])) or description
+    return description
 
 
 def described(entries: list[Mapping[str, Any]]) -> str:

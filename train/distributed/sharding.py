@@ -44,12 +44,12 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: FabricConfig, world: int) -> ParallelDims:
-        """Those of `world` processes; UserError where replicas and tensor-parallel processes do not divide them."""
+        """The dimensions of `world` processes; UserError where replicas and tensor-parallel processes do not divide them."""
         if config.strategy != "fsdp":
             return cls(replicas=world)
         if world % (config.replicas * config.tensor_parallel):
-            given = {"fabric.replicas": config.replicas, "fabric.tensor_parallel": config.tensor_parallel}
-            named = {key: value for key, value in given.items() if value > 1}
+            factors = {"fabric.replicas": config.replicas, "fabric.tensor_parallel": config.tensor_parallel}
+            named = {key: value for key, value in factors.items() if value > 1}
             raise UserError(
                 f"{' x '.join(named)} is {' x '.join(map(str, named.values()))}, which does not divide the {world} processes; "
                 "start a multiple of it, or make it less"
@@ -62,7 +62,7 @@ class ParallelDims:
         return self.replicas * self.shards
 
 
-def shard(module: nn.Module, config: FabricConfig, kind: str) -> nn.Module:
+def shard(module: nn.Module, config: FabricConfig, device_type: str) -> nn.Module:
     """Shard a module by FSDP2, every block of a module list by itself and the rest as the root, after its decoder's matrices
     are distributed where `tensor_parallel` asks for it.
 
@@ -70,13 +70,13 @@ def shard(module: nn.Module, config: FabricConfig, kind: str) -> nn.Module:
     trainable parameters of an FSDP group have one dtype, as FSDP2 requires; frozen ones may have another.
 
     Args:
-        kind: type of the devices.
+        device_type: type of the devices.
     """
     from torch.distributed.fsdp import fully_shard
 
     dims = ParallelDims.of(config, dist.get_world_size())
-    mesh = init_device_mesh(kind, (dims.replicas, dims.shards, dims.tensor), mesh_dim_names=(REPLICAS, SHARDS, TENSOR))
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    mesh = init_device_mesh(device_type, (dims.replicas, dims.shards, dims.tensor), mesh_dim_names=(REPLICAS, SHARDS, TENSOR))
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
     coded: list[Any] = [part for part in module.modules() if is_quantized(part)]
     for part in coded:  # FSDP2 does not move modules that it does not shard
         part.weight = part.weight.to(device)
@@ -148,11 +148,11 @@ def fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> 
         module.to_empty(device=device)
         named = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in named:
-        given = values.pop(name, None)
+        value = values.pop(name, None)
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if dist.get_rank() == 0:
-            assert given is not None, name
-            whole.copy_(given)
+            assert value is not None, name
+            whole.copy_(value)
         dist.broadcast(whole, 0)
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(_slice(whole, tensor))
 
@@ -252,14 +252,14 @@ def sharded_parts(module: nn.Module) -> list[Any]:
 
 def clip_over_meshes(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     """Scale gradients down to a norm of `limit` where parameters lie on different meshes; returns the norm of before."""
-    found: dict[Any, list[Tensor]] = defaultdict(list)
+    by_mesh: dict[Any, list[Tensor]] = defaultdict(list)
     for p in parameters:
         if p.grad is not None:
-            found[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p.grad)
-    norms = [torch.nn.utils.get_total_norm(grads) for grads in found.values()]
+            by_mesh[p.grad.device_mesh if isinstance(p.grad, DTensor) else None].append(p.grad)
+    norms = [torch.nn.utils.get_total_norm(grads) for grads in by_mesh.values()]
     norm = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for grads in found.values():
+    for grads in by_mesh.values():
         local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
         foreach_mul_(local, scale)
     return norm

@@ -64,13 +64,13 @@ def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> ApplyResu
     check_out(out, config.overwrite, "edits.json")
     check_full_precision(model, "editing")
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
-    found = read_facts(facts, lm.tokenizer)
+    loaded = read_facts(facts, lm.tokenizer)
     started = time.monotonic()
-    taught = teach(lm, found, config, started)
+    taught = teach(lm, loaded, config, started)
     extra = {
         "method": config.method,
         "model": str(model),
-        "facts": [{"question": f.question_text or f.question_audio, "answer": f.answer_text} for f in found.facts],
+        "facts": [{"question": f.question_text or f.question_audio, "answer": f.answer_text} for f in loaded.facts],
         "seed": config.seed,
     }
     save_edits(out, taught.edits, extra)
@@ -149,13 +149,13 @@ def _editor(model: nn.Module, config: ApplyConfig) -> Mend | None:
     """Loads the editor: one that `edit fit` has trained, or another project's archive; None where none is configured."""
     if config.editor is None:
         return None
-    place = Path(config.editor)
-    if place.is_file():
+    path = Path(config.editor)
+    if path.is_file():
         settings = Path(config.editor_settings) if config.editor_settings is not None else None
-        return read_editor(place, model, settings=settings).to(model.device)  # type: ignore[arg-type]
+        return read_editor(path, model, settings=settings).to(model.device)  # type: ignore[arg-type]
     if config.editor_settings is not None:
-        raise UserError(f"editor_settings {config.editor_settings!r} are of an archive, but the editor {place} is none")
-    return load_mend(place).to(model.device)  # type: ignore[arg-type]
+        raise UserError(f"editor_settings {config.editor_settings!r} are of an archive, but the editor {path} is none")
+    return load_mend(path).to(model.device)  # type: ignore[arg-type]
 
 
 def choose_linears(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
@@ -227,7 +227,7 @@ class _Mixture:
 def _missed(lessons: EditObjective, edits: Edits, facts: Facts, forms: list[list[Row]], tasks: list[str]) -> tuple[str, ...]:
     """Places of the facts to whose first form the edited model writes another answer."""
     with edited(lessons.model, edits):
-        said = [all(lessons.writes(lessons.model, one) for one in lessons.pieces(rows[:1], tasks)) for rows in forms]
+        said = [all(lessons.writes(lessons.model, piece) for piece in lessons.pieces(rows[:1], tasks)) for rows in forms]
     return tuple(facts.where(number) for number, right in enumerate(said) if not right)
 
 
@@ -248,12 +248,12 @@ def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -
     if (model / REPLACED / name).is_dir():
         raise UserError(f"{edits} is merged into {model} already; to take it out: omni-train edit revert {model} {edits} OUT")
     loaded = load_folder(model)
-    found = load_edits(edits, loaded.model)
-    merged = merge(loaded.model, found)
-    with replacing_folder(out) as place:
-        _write(place, model, loaded)
-        save_merged(place / REPLACED / name, merged)
-    return list(found.deltas)
+    corrections = load_edits(edits, loaded.model)
+    merged = merge(loaded.model, corrections)
+    with replacing_folder(out) as folder:
+        _write(folder, model, loaded)
+        save_merged(folder / REPLACED / name, merged)
+    return list(corrections.deltas)
 
 
 def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
@@ -268,11 +268,11 @@ def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) 
         )
     merged = load_merged(model / REPLACED / name)
     revert(loaded.model, merged)
-    with replacing_folder(out) as place:
-        _write(place, model, loaded)
-        shutil.rmtree(place / REPLACED / name)
-        if not any((place / REPLACED).iterdir()):
-            (place / REPLACED).rmdir()
+    with replacing_folder(out) as folder:
+        _write(folder, model, loaded)
+        shutil.rmtree(folder / REPLACED / name)
+        if not any((folder / REPLACED).iterdir()):
+            (folder / REPLACED).rmdir()
     return list(merged.after)
 
 
@@ -291,11 +291,11 @@ def _check(model: Path, out: Path, overwrite: bool) -> None:
     check_full_precision(model, "merging")
 
 
-def _write(place: Path, model: Path, loaded: Any) -> None:
+def _write(folder: Path, model: Path, loaded: Any) -> None:
     """Writes a model folder like another one, with the loaded weights; what earlier edits replaced is kept."""
     codec = model / CODEC
     save_folder(
-        place,
+        folder,
         loaded.config,
         loaded.model.state_dict(),
         loaded.tokenizer,
@@ -303,4 +303,4 @@ def _write(place: Path, model: Path, loaded: Any) -> None:
         extra=loaded.extra,
     )
     if (model / REPLACED).is_dir():
-        shutil.copytree(model / REPLACED, place / REPLACED)
+        shutil.copytree(model / REPLACED, folder / REPLACED)

@@ -66,13 +66,13 @@ class Facts:
         facts: the corrections.
         untouched: questions whose answers are to stay, in writing.
         folder: where paths start.
-        place: the file, for errors.
+        file: the file, for errors.
     """
 
     facts: tuple[Fact, ...]
     untouched: tuple[str, ...]
     folder: Path
-    place: str
+    file: str
 
     def asked(self) -> set[str]:
         """Every question that an edit is to change, as `plain` has it."""
@@ -81,7 +81,7 @@ class Facts:
     def where(self, number: int) -> str:
         """Names a fact by its place among the facts, for errors."""
         fact = self.facts[number]
-        return f"{self.place}, fact {number + 1} ({fact.question_text or fact.question_audio!r})"
+        return f"{self.file}, fact {number + 1} ({fact.question_text or fact.question_audio!r})"
 
 
 def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
@@ -111,9 +111,9 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
             raise UserError(f"{where}: it has neither a fact nor untouched questions; complete it, or drop the line")
     if not facts:
         raise UserError(f"{file} holds no fact; give at least one question_text and answer_text")
-    found = Facts(tuple(facts), tuple(dict.fromkeys(untouched)), file.parent, str(file))
-    _check_together(found)
-    return found
+    result = Facts(tuple(facts), tuple(dict.fromkeys(untouched)), file.parent, str(file))
+    _check_together(result)
+    return result
 
 
 def plain(text: str) -> str:
@@ -159,21 +159,21 @@ def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
             raise UserError(f"{where}: {text!r} is taught and under judged as well; keep it in one place")
 
 
-def _check_together(found: Facts) -> None:
+def _check_together(facts: Facts) -> None:
     answers: dict[str, str] = {}
-    for number, fact in enumerate(found.facts):
+    for number, fact in enumerate(facts.facts):
         asked = {plain(text): text for text in fact.asked}
         if fact.question_audio:
-            asked[f"\0{(found.folder / fact.question_audio).resolve()}"] = fact.question_audio
+            asked[f"\0{(facts.folder / fact.question_audio).resolve()}"] = fact.question_audio
         for name, text in asked.items():
             if answers.setdefault(name, fact.answer_text) != fact.answer_text:
                 raise UserError(
-                    f"{found.where(number)}: {text!r} is to be answered by {fact.answer_text!r} and by "
+                    f"{facts.where(number)}: {text!r} is to be answered by {fact.answer_text!r} and by "
                     f"{answers[name]!r}; keep one of them"
                 )
-    for text in found.untouched:
+    for text in facts.untouched:
         if plain(text) in answers:
-            raise UserError(f"{found.place}: {text!r} is a question to change and an untouched one; keep one of them")
+            raise UserError(f"{facts.file}: {text!r} is a question to change and an untouched one; keep one of them")
 
 
 def _composed(text: str) -> str:
@@ -199,8 +199,8 @@ class Synthesiser:
         """Speaks a question in the voice of that number; returns the sound and the name of the voice."""
         c, rng = self.config, seeded_rng(self.seed, "ask", text, number)
         spec = c.voices[number % len(c.voices)]
-        kind, _, name = spec.partition(":")
-        if kind == "espeak" and name and not name.startswith("+"):
+        engine, _, name = spec.partition(":")
+        if engine == "espeak" and name and not name.startswith("+"):
             from train.data.tts.espeak import synthesise
 
             rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
@@ -219,9 +219,9 @@ class Synthesiser:
         if self.codec is None:
             return None
         try:
-            given = codes_of(fact)
-            if given is not None:
-                return Codes(self.codec.name, self.codec.check(given))
+            frames = codes_of(fact)
+            if frames is not None:
+                return Codes(self.codec.name, self.codec.check(frames))
             if fact.answer_audio:
                 sound = Sound(path=fact.answer_audio, folder=facts.folder)
                 return Codes(self.codec.name, self.codec.encode(sound.load(self.codec.sample_rate)))
@@ -234,8 +234,8 @@ class Synthesiser:
         assert self.codec is not None
         if text not in self._said:
             c = self.config
-            kind, _, name = c.answer_voice.partition(":")
-            if kind == "espeak" and name and not name.startswith("+"):
+            engine, _, name = c.answer_voice.partition(":")
+            if engine == "espeak" and name and not name.startswith("+"):
                 from train.data.tts.espeak import synthesise
 
                 samples, rate = synthesise(text, name, c.answer_rate)
@@ -281,6 +281,6 @@ def untouched_rows(facts: Facts, speakers: Synthesiser) -> list[Row]:
     rows = []
     for number, text in enumerate(facts.untouched):
         sound, voice = speakers.ask(text, number)
-        where = f"{facts.place}, untouched question {text!r}"
+        where = f"{facts.file}, untouched question {text!r}"
         rows.append(Row((RowTurn(text, sound),), id=f"u{number}", source="facts/untouched", speaker=voice, where=where))
     return rows

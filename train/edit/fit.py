@@ -109,9 +109,9 @@ class Corrections:
         for row in drawn:
             if len(edits) == wanted:
                 break
-            if any(_asks_same(row, one) for one in asked):
+            if any(_asks_same(row, candidate) for candidate in asked):
                 continue
-            other = next((one for one in itertools.islice(drawn, TRIES - 1) if _differs(one, row)), None)
+            other = next((candidate for candidate in itertools.islice(drawn, TRIES - 1) if _differs(candidate, row)), None)
             if other is not None:
                 asked.append(row)
                 edits.append(_answered(row, other))
@@ -121,7 +121,7 @@ class Corrections:
                 )
         again = [self._again(edit, task, number * most + i) for i, edit in enumerate(edits)]
         beside = range(number * size + most * TRIES, (number + 1) * size)
-        rows = [row for row in self._draw(beside) if not any(_asks_same(row, one) for one in asked)][:count]
+        rows = [row for row in self._draw(beside) if not any(_asks_same(row, candidate) for candidate in asked)][:count]
         if not rows:
             raise UserError(f"{asked[0].where}: no other question is there to stay as it is; give more data")
         stay = self.lessons.own_answers(rows, [task]) or rows
@@ -159,7 +159,7 @@ def _differs(row: Row, other: Row) -> bool:
 
 
 def _asks_same(row: Row, other: Row) -> bool:
-    a, b = (plain(one.turns[0].question_text) for one in (row, other))
+    a, b = (plain(side.turns[0].question_text) for side in (row, other))
     return bool(a) and a == b
 
 
@@ -174,7 +174,7 @@ def _facts(config: EditFitConfig) -> str:
 def _save(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, step: int, config: EditFitConfig) -> None:
     tensors: dict[str, Tensor] = {f"mend.{name}": tensor for name, tensor in mend.state_dict().items()}
     for name, p in mend.named_parameters():
-        tensors |= {f"optimizer.{name}.{what}": value for what, value in optimizer.state.get(p, {}).items()}
+        tensors |= {f"optimizer.{name}.{field}": value for field, value in optimizer.state.get(p, {}).items()}
     write_tensors(folder, "fit", tensors, {"step": step, "config": _facts(config)})
 
 
@@ -190,7 +190,7 @@ def _resume(folder: Path, mend: nn.Module, optimizer: torch.optim.Optimizer, con
     for name, p in mend.named_parameters():
         start = f"optimizer.{name}."
         mine = {full.removeprefix(start): tensor for full, tensor in tensors.items() if full.startswith(start)}
-        mine = {what: value for what, value in mine.items() if "." not in what}
+        mine = {field: value for field, value in mine.items() if "." not in field}
         if mine:
-            optimizer.state[p] = {what: value.to(p.device) if what != "step" else value for what, value in mine.items()}
+            optimizer.state[p] = {field: value.to(p.device) if field != "step" else value for field, value in mine.items()}
     return int(facts["step"])

@@ -89,8 +89,8 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
     check_out(out, config.overwrite, REPORT)
     check_full_precision(model, "editing")
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
-    found, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)
-    figures, asked = judge_edits(lm, loaded, found, config)
+    parsed, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)
+    figures, asked = judge_edits(lm, loaded, parsed, config)
     out.mkdir(parents=True, exist_ok=True)
     data = {
         "model": str(model),
@@ -132,7 +132,7 @@ def judge_edits(
     with lm.edited(edits):
         after = lessons.answers(rows, tasks, **options)
     parts = [name for name, _, part in groups for _ in part]
-    asked = [_judged(*one) for one in zip(parts, tasks, rows, before, after, strict=True)]
+    asked = [_judged(*entry) for entry in zip(parts, tasks, rows, before, after, strict=True)]
     figures = {}
     for name in dict.fromkeys(parts):
         figures[name] = EditFigure.share([a.right for a in asked if a.part == name])
@@ -142,7 +142,7 @@ def judge_edits(
     kept = lessons.stay([piece for row in answered for piece in lessons.pieces([row], [spoken])])
     if kept:
         with edited(lm.model, edits):
-            kl = sum(float(lessons.divergence(lm.model, [one])) for one in kept) / len(kept)
+            kl = sum(float(lessons.divergence(lm.model, [piece])) for piece in kept) / len(kept)
         figures["locality/kl"] = EditFigure(kl, None, None, len(kept))
     return figures, asked
 
@@ -193,11 +193,11 @@ def _heard(
         known[text] = portrait(codes.frames)
         if fact.answer_audio is not None or fact.answer_codes is not None:
             pronounced.add(text)
-    for one, answer in zip(asked, before, strict=True):
-        said = normalise(one.before)
-        if one.wanted is None or not said or answer.codes is None or not answer.codes.shape[1]:
+    for question, answer in zip(asked, before, strict=True):
+        said = normalise(question.before)
+        if question.wanted is None or not said or answer.codes is None or not answer.codes.shape[1]:
             continue
-        name = f"{said} (before)" if said in pronounced and said == normalise(one.wanted) else said
+        name = f"{said} (before)" if said in pronounced and said == normalise(question.wanted) else said
         if name not in known:
             known[name] = portrait(answer.codes)
 
@@ -208,12 +208,12 @@ def _heard(
 
     spoken: list[bool] = []
     stayed: list[bool] = []
-    for one, b, a in zip(asked, before, after, strict=True):
-        if one.wanted is not None and one.right and len(known) > 1:
-            spoken.append(sounds_as(a, normalise(one.wanted), known))
-        elif one.wanted is None and b.codes is not None and b.codes.shape[1]:
+    for question, b, a in zip(asked, before, after, strict=True):
+        if question.wanted is not None and question.right and len(known) > 1:
+            spoken.append(sounds_as(a, normalise(question.wanted), known))
+        elif question.wanted is None and b.codes is not None and b.codes.shape[1]:
             same = a.codes is not None and torch.equal(a.codes, b.codes)
-            former = normalise(one.before)
+            former = normalise(question.before)
             stayed.append(same or sounds_as(a, former, {**known, former: portrait(b.codes)}))
     parts = {"portability/speech": spoken, "locality/speech": stayed}
     return {name: EditFigure.share(hits) for name, hits in parts.items() if hits}

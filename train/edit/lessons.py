@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omni.audio.io import SAMPLE_RATE
 from omni.edit.mend import kl_divergence
 from omni.errors import UserError
 from omni.generate.results import Answer
@@ -27,7 +28,6 @@ from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example, ExampleMaker, Prepared
 from train.data.rows.row import Codes, Row
 
-SAMPLE_RATE = 16000
 LISTENING = ("encoder.", "projector.")
 """Names of parts that run before the decoder."""
 
@@ -80,12 +80,12 @@ class EditObjective:
     @torch.no_grad()
     def stay(self, pieces: Sequence[EditExample]) -> list[EditExample]:
         """Adds the logits that the model gives now, as `before`."""
-        return [replace(one, before=tuple(self.logits(self.model, [one]))) for one in pieces]
+        return [replace(piece, before=tuple(self.logits(self.model, [piece]))) for piece in pieces]
 
     def own_answers(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[Row]:
         """Gives rows the model's own answers, asked as the tasks in turn; rows whose answer it does not end are left out."""
-        answered, kinds = [], [tasks[i % len(tasks)] for i in range(len(rows))]
-        for row, task, answer in zip(rows, kinds, self.answers(rows, kinds), strict=True):
+        answered, asked_as = [], [tasks[i % len(tasks)] for i in range(len(rows))]
+        for row, task, answer in zip(rows, asked_as, self.answers(rows, asked_as), strict=True):
             spoken = answer.codes is not None and answer.codes.shape[1] > 0
             if answer.ended != "end" or not answer.text.strip() or (find_task(task).audio and not spoken):
                 continue
@@ -118,7 +118,7 @@ class EditObjective:
     def divergence(self, model: nn.Module, pieces: Sequence[EditExample]) -> Tensor:
         """KL of the answers before and after, in nats a position, weighted over the streams."""
         after = self._logits(model, pieces, self._batch(pieces))
-        before = [torch.cat([one.before[k] for one in pieces]) for k in range(len(after))]
+        before = [torch.cat([piece.before[k] for piece in pieces]) for k in range(len(after))]
         each = [kl_divergence(b, a) for b, a in zip(before, after, strict=True) if len(a)]
         return self._mean(each, [len(a) for a in after])
 
@@ -145,13 +145,13 @@ class EditObjective:
     # --- through the model --------------------------------------------------------------------------------------------
 
     def _batch(self, pieces: Sequence[EditExample]) -> Batch:
-        length = max(len(one.example.columns) for one in pieces)
-        batch = assemble([[one.example] for one in pieces], length, self.lm.layout, self.lm.config.encoder.bands, {})
+        length = max(len(piece.example.columns) for piece in pieces)
+        batch = assemble([[piece.example] for piece in pieces], length, self.lm.layout, self.lm.config.encoder.bands, {})
         return batch.to(self.lm.model.device)
 
     def _logits(self, model: nn.Module, pieces: Sequence[EditExample], batch: Batch) -> list[Tensor]:
         assert isinstance(model, SpeechModel)
-        heard = [one.heard for one in pieces if one.heard is not None]
+        heard = [piece.heard for piece in pieces if piece.heard is not None]
         if self.listening:
             features = model.encode(batch.inputs, batch.input_lengths, batch.frames) if batch.frames else None
         else:

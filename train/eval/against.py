@@ -42,10 +42,11 @@ from omni.model.decoder import Hidden
 from omni.stores.tries import StoreError
 from omni.tasks import TASKS, Columns, Task, Turn, example, prompt
 from omni.text import Tokenizer
+from train.console.progress import Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.eval.answers import EvalQuestion, ask, make_item
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.journal import Batch, record_all
 from train.eval.questions import Questions
@@ -60,8 +61,8 @@ class Distance:
         kl: nats, summed over streams and steps.
         steps: time steps with a supervised token.
         agreed: supervised tokens at which both models hold the same id for the likeliest.
-        own: those that are the other's likeliest, as all are where the columns are just those that it answered.
-        tokens: all of them.
+        own: supervised tokens that are the other model's likeliest: all of them where the columns are that model's own answer.
+        tokens: number of supervised tokens.
     """
 
     kl: float
@@ -95,27 +96,27 @@ def compare_some(
     """
     count = min(config.against_limit, len(answered))
     sample = Questions(questions.source, [answered[i * len(answered) // count] for i in range(count)])
-    silent = [SpeechLM(one.model, one.tokenizer, speech_time=one.speech_time) for one in (other, lm)]
+    silent = [SpeechLM(model.model, model.tokenizer, speech_time=model.speech_time) for model in (other, lm)]
     timed, greedy = set(sample.chosen[: config.timed]), replace(config, temperature=0.0, top_k=0)
 
     def make(batch: Batch) -> tuple[list[Any], float]:
         asked = [EvalQuestion(i, row, make_item(row, task, lm)) for i, row in batch if not isinstance(row, Broken)]
-        theirs, ours = (ask(one, asked, greedy, sound=False) for one in (other, lm))
+        theirs, ours = (ask(model, asked, greedy, sound=False) for model in (other, lm))
         records = []
-        for one, their, our in zip(asked, theirs, ours, strict=True):
-            found = distance(lm, other, one.item, their)
+        for question, their, our in zip(asked, theirs, ours, strict=True):
+            apart = distance(lm, other, question.item, their)
             record: dict[str, Any] = {
-                "index": one.index,
-                "where": one.row.where,
+                "index": question.index,
+                "where": question.row.where,
                 "bytes": [bytes_of(other), bytes_of(lm)],
                 "scores": {
-                    "kl": (found.kl, found.steps),
-                    "agreement": (found.agreed, found.tokens),
+                    "kl": (apart.kl, apart.steps),
+                    "agreement": (apart.agreed, apart.tokens),
                     "same_answer": (float(same(their, our)), 1),
                 },
             }
-            if one.index in timed:
-                before, after = (_steps(model, one.item, greedy) for model in silent)
+            if question.index in timed:
+                before, after = (_steps(model, question.item, greedy) for model in silent)
                 record["scores"]["steps"], record["against"] = after, {"steps": before}
             records.append(record)
         return records, 0.0
@@ -139,19 +140,19 @@ def same(a: Answer, b: Answer) -> bool:
 def distance(lm: SpeechLM, other: SpeechLM, item: Item, answer: Answer) -> Distance:
     """The distance from `other` to `lm` along an answer of `other`; both see its columns, whatever they would have said."""
     kl, agreed, own, tokens, steps = 0.0, 0, 0, 0, set[int]()
-    columns = [_columns(one, item, answer) for one in (lm, other)]
-    hidden = [_hidden(one, item, whole) for one, whole in zip((lm, other), columns, strict=True)]
+    columns = [_columns(model, item, answer) for model in (lm, other)]
+    hidden = [_hidden(model, item, whole) for model, whole in zip((lm, other), columns, strict=True)]
     for stream, targets in enumerate(columns[0].targets):
-        place = torch.nonzero(targets != IGNORE).flatten()  # [N]
-        if not len(place):
+        positions = torch.nonzero(targets != IGNORE).flatten()  # [N]
+        if not len(positions):
             continue
-        ours, theirs = (_log_probabilities(one, h, stream, place) for one, h in zip((lm, other), hidden, strict=True))
+        ours, theirs = (_log_probabilities(model, h, stream, positions) for model, h in zip((lm, other), hidden, strict=True))
         kl += float((theirs.exp() * (theirs - ours)).sum())
         likeliest = theirs.argmax(-1)
         agreed += int((ours.argmax(-1) == likeliest).sum())
-        own += int((_allowed(lm, stream)[likeliest.cpu()] == targets[place]).sum())
-        steps |= set(place.tolist())
-        tokens += len(place)
+        own += int((_allowed(lm, stream)[likeliest.cpu()] == targets[positions]).sum())
+        steps |= set(positions.tolist())
+        tokens += len(positions)
     return Distance(kl, len(steps), agreed, own, tokens)
 
 
@@ -178,18 +179,18 @@ def _hidden(lm: SpeechLM, item: Item, columns: Columns) -> Hidden:
     asked = read_question(item.question, item.task, lm.model, lm.tokenizer)
     features, device = encode_questions(lm.model, [asked])[0], lm.model.device
     index = columns.feature_index[None].to(device) if features is not None else None
-    found = lm.model(columns.tokens[None].to(device), features, index)
-    return Hidden(found.text[0], found.audio[0])
+    hidden = lm.model(columns.tokens[None].to(device), features, index)
+    return Hidden(hidden.text[0], hidden.audio[0])
 
 
-def _log_probabilities(lm: SpeechLM, hidden: Hidden, stream: int, place: Tensor) -> Tensor:
+def _log_probabilities(lm: SpeechLM, hidden: Hidden, stream: int, positions: Tensor) -> Tensor:
     """Log-probabilities [N, V] of the ids of a stream that may be drawn (`_allowed`), at some columns; float64."""
     decoder, layout = lm.model.decoder, lm.layout
-    place = place.to(hidden.text.device)
+    positions = positions.to(hidden.text.device)
     if stream == layout.n_audio:
-        logits = decoder.text_logits(Hidden(hidden.text[place], hidden.audio[place]))
+        logits = decoder.text_logits(Hidden(hidden.text[positions], hidden.audio[positions]))
     else:
-        part = decoder.audio_logits(Hidden(hidden.text[place], hidden.audio[place]))
+        part = decoder.audio_logits(Hidden(hidden.text[positions], hidden.audio[positions]))
         logits = part[:, decoder.audio_offsets[stream] : decoder.audio_offsets[stream + 1]]
     return logits[:, _allowed(lm, stream).to(logits.device)].double().log_softmax(-1)
 
@@ -245,16 +246,16 @@ def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Pa
 
     def make(batch: Batch) -> tuple[list[Any], float]:
         asked, records = _readable(lm, batch)
-        turns = [_turn(lm, one.row) for one in asked]
+        turns = [_turn(lm, question.row) for question in asked]
         answers = ask(lm, asked, config, sound=False)
         asked_so = negative_log_likelihood(lm, [example(lm.layout, [turn]) for turn in turns])
         plain = negative_log_likelihood(lm, [plain_text(lm, turn) for turn in turns], lm.layout.text.size)
-        for one, answer, nll, without in zip(asked, answers, asked_so, plain, strict=True):
-            exact = normaliser(answer.text) == normaliser(one.row.turns[0].answer_text)
+        for question, answer, nll, without in zip(asked, answers, asked_so, plain, strict=True):
+            exact = normaliser(answer.text) == normaliser(question.row.turns[0].answer_text)
             scores = {"text_exact_match": (float(exact), 1), "text_perplexity": nll, "text_perplexity_plain": without}
-            records[one.index] = {
-                "index": one.index,
-                "where": one.row.where,
+            records[question.index] = {
+                "index": question.index,
+                "where": question.row.where,
                 "response": answer.text,
                 "scores": scores,
             }

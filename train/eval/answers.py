@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +33,17 @@ from omni.generate.results import Answer, Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from omni.stores.tries import StoreError
 from omni.tasks import Task, prompt
-from train.console.progress import Display
+from train.console.progress import Display, Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.data.seeding import key
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.journal import Journal, record_all
 from train.eval.measures import METRICS, Figure, figure, metric_scores, pairs_of
-from train.eval.questions import GivenRow, Questions
+from train.eval.questions import Questions, RecordRow
 from train.scoring.asr import ASR, transcript
 from train.scoring.text import compare_codes, find_normaliser, text_errors
-
-if TYPE_CHECKING:
-    from omni.generate.speech_lm import SpeechLM
 
 
 @dataclass(frozen=True)
@@ -112,9 +109,9 @@ def _answer(
         except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
             records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
     answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in METRICS.values()))
-    for one, answer in zip(asked, answers, strict=True):
-        records[one.index] = judge(one, answer, task, config, asr, lm.codec)
-    return [records[index] for index, _ in batch], sum(one.seconds for one in asked)
+    for question, answer in zip(asked, answers, strict=True):
+        records[question.index] = judge(question, answer, task, config, asr, lm.codec)
+    return [records[index] for index, _ in batch], sum(question.seconds for question in asked)
 
 
 def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: bool) -> list[Answer]:
@@ -122,24 +119,24 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
     if not asked:
         return []
     return lm.generate(
-        [one.item.question for one in asked],
-        [one.item.task for one in asked],
+        [question.item.question for question in asked],
+        [question.item.task for question in asked],
         sampling=config.sampling,
-        seed=[key(config.seed, one.index) % (1 << 31) for one in asked],
+        seed=[key(config.seed, question.index) % (1 << 31) for question in asked],
         max_seconds=config.max_seconds,
         max_tokens=config.max_tokens,
         batch_size=config.batch,
         sound=sound,
-        system=[one.item.system for one in asked],
+        system=[question.item.system for question in asked],
     )
 
 
 @torch.no_grad()
 def judge(
-    one: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, asr: ASR | None = None, codec: AudioCodec | None = None
+    query: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, asr: ASR | None = None, codec: AudioCodec | None = None
 ) -> dict[str, Any]:
     """Scores an answer; returns its record. With a codec, the ASR also recognises the reference's codes."""
-    row, item, normaliser = one.row, one.item, find_normaliser(config.normaliser)
+    row, item, normaliser = query.row, query.item, find_normaliser(config.normaliser)
     scores: dict[str, tuple[float, float]] = {"ended": (float(answer.ended == "end"), 1)}
     reference = None if item.text is None else normaliser(item.text)
     written = normaliser(answer.text)
@@ -162,7 +159,7 @@ def judge(
             scores["speech_text_wer"] = text_errors(written, said, row.language)[1:]
     scores |= metric_scores(item, answer, row)
     record: dict[str, Any] = {
-        "index": one.index,
+        "index": query.index,
         "where": row.where,
         "id": row.id,
         "language": row.language,
@@ -172,11 +169,11 @@ def judge(
         "response": answer.text,
         "heard": heard,
         "ended": answer.ended,
-        "seconds": round(one.seconds, 3),
+        "seconds": round(query.seconds, 3),
         "scores": scores,
     }
-    if isinstance(row, GivenRow):
-        record["given"] = {name: value for name, value in row.given.items() if not isinstance(value, bytes)}
+    if isinstance(row, RecordRow):
+        record["given"] = {name: value for name, value in row.fields.items() if not isinstance(value, bytes)}
     return record
 
 
@@ -257,7 +254,7 @@ def answer_turns(
 ) -> None:
     """Holds the conversations that have no record yet, `config.batch` at a time, and appends their records to `file`."""
     with ThreadPoolExecutor(config.batch) as pool:
-        record = lambda one: _record(lm, one[0], one[1], task, config)  # noqa: E731
+        record = lambda entry: _record(lm, entry[0], entry[1], task, config)  # noqa: E731
         record_all(file, questions, config, progress, lambda batch: (list(pool.map(record, batch)), 0.0))
 
 
@@ -306,9 +303,9 @@ class TurnFigure:
 
     def plain(self) -> dict[str, Any]:
         """The figure as plain data."""
-        found = self.exact_match
-        numbers = {"exact_match": found.value, "low": found.low, "high": found.high, "questions": found.questions}
-        return {"source": self.source, "turn": self.turn, **numbers}
+        result = self.exact_match
+        values = {"exact_match": result.value, "low": result.low, "high": result.high, "questions": result.questions}
+        return {"source": self.source, "turn": self.turn, **values}
 
 
 def figures_of_turns(records: Iterable[Mapping[str, Any]]) -> list[TurnFigure]:
@@ -321,4 +318,4 @@ def figures_of_turns(records: Iterable[Mapping[str, Any]]) -> list[TurnFigure]:
 
 
 def _share(right: Sequence[bool]) -> Figure:
-    return figure("exact_match", pairs_of(({"scores": {"exact_match": (float(one), 1)}} for one in right), "exact_match"))
+    return figure("exact_match", pairs_of(({"scores": {"exact_match": (float(value), 1)}} for value in right), "exact_match"))

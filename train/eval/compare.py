@@ -71,35 +71,35 @@ def compare(folder_a: Path, folder_b: Path) -> Comparison:
     return Comparison(a, b, changes, len(same), tuple(_notes(a, b, len(of_a), len(of_b), same)))
 
 
-def write_comparison(found: Comparison, out: Path) -> str:
+def write_comparison(comparison: Comparison, out: Path) -> str:
     """Write table, JSON and picture into a folder; returns the table."""
     out.mkdir(parents=True, exist_ok=True)
-    names = found.names
-    text = as_markdown(found)
+    names = comparison.names
+    text = as_markdown(comparison)
     write_whole(out / TABLE, text)
     data = {
-        "a": dict(found.a.started),
-        "b": dict(found.b.started),
-        "common": found.common,
-        "notes": found.notes,
-        "changes": {name: c.plain("a", "b") for name, c in found.changes.items()},
+        "a": dict(comparison.a.started),
+        "b": dict(comparison.b.started),
+        "common": comparison.common,
+        "notes": comparison.notes,
+        "changes": {name: c.plain("a", "b") for name, c in comparison.changes.items()},
     }
     write_json(out / JSON, data)
-    draw_comparison(found.changes, names, out / COMPARISON)
+    draw_comparison(comparison.changes, names, out / COMPARISON)
     return text
 
 
-def as_markdown(found: Comparison) -> str:
+def as_markdown(comparison: Comparison) -> str:
     """The comparison as Markdown."""
     lines = [
         "# Two runs side by side",
         "",
-        f"- A, {found.names[0]}: {found.a.started['model']} on {found.a.started['data']}",
-        f"- B, {found.names[1]}: {found.b.started['model']} on {found.b.started['data']}",
-        f"- {found.common} questions that both answered; differences are B minus A, intervals by a paired bootstrap",
-        *(f"- {note}" for note in found.notes),
+        f"- A, {comparison.names[0]}: {comparison.a.started['model']} on {comparison.a.started['data']}",
+        f"- B, {comparison.names[1]}: {comparison.b.started['model']} on {comparison.b.started['data']}",
+        f"- {comparison.common} questions that both answered; differences are B minus A, intervals by a paired bootstrap",
+        *(f"- {note}" for note in comparison.notes),
         "",
-        markdown_table(*change_table(found.changes, "A", "B")),
+        markdown_table(*change_table(comparison.changes, "A", "B")),
     ]
     return "\n".join(lines) + "\n"
 
@@ -135,14 +135,14 @@ def _notes(a: Run, b: Run, in_a: int, in_b: int, same: Mapping[int, int]) -> lis
     for letter, count in (("A", in_a), ("B", in_b)):
         if count > len(same):
             notes.append(f"{count - len(same)} further questions of {letter} are left out")
-    moved = sum(here != there for here, there in same.items())
+    moved = sum(b_index != a_index for b_index, a_index in same.items())
     if moved:
         notes.append(
             f"{moved} of the questions have another place in B's data than in A's: matched by id, question and reference"
         )
-    for name, what in (("task", "task"), ("ear", "ASR")):
+    for name, title in (("task", "task"), ("ear", "ASR")):
         if a.started.get(name) != b.started.get(name):
-            notes.append(f"note: {what} is {a.started.get(name)} in A and {b.started.get(name)} in B")
+            notes.append(f"note: {title} is {a.started.get(name)} in A and {b.started.get(name)} in B")
     for name, value in a.started["settings"].items():
         other = b.started["settings"].get(name, value)  # a run from before the setting lacks it
         if value != other and name not in ("batch", "questions", "ear", *EAR):

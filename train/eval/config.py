@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from omni.errors import UserError
 from omni.generate.options import Sampling
@@ -105,11 +105,8 @@ class EvalConfig:
         """The settings that the stored answers depend on: another start may change the others."""
         names = ("normaliser", "batch", "max_seconds", "max_tokens", "temperature", "top_k", "seed")
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
-        given = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
+        answering = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
         named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
-        numbers = {name: getattr(self, name) for name in ("dtype", "quantize", "chunk_ms") if getattr(self, name) is not None}
+        precision = {name: getattr(self, name) for name in ("dtype", "quantize", "chunk_ms") if getattr(self, name) is not None}
         slots = {f"read.{name}": getattr(self.read, name) for name in ("rows", "seed", "part")}
-        return given | named | numbers | slots | {"columns": dict(self.read.columns)}  # fields by their names in the file
-
-
-Progress = Literal["auto", "bar", "lines", "off"]
+        return answering | named | precision | slots | {"columns": dict(self.read.columns)}  # fields by their names in the file

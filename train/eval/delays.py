@@ -23,9 +23,9 @@ from omni.errors import UserError
 from omni.files import write_json, write_whole
 from omni.stores.tries import StoreError
 from omni.utils.charts import drawn, markdown_table
-from train.console.progress import Display
+from train.console.progress import Display, Progress
 from train.data.readers import Broken
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.measures import figure
 from train.eval.questions import Questions, open_data
 from train.eval.run import evaluate
@@ -48,51 +48,51 @@ def evaluate_delays(
         raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
     for chunk in chunks:
         read_config(model).encoder.with_chunk(chunk)
-    found: dict[int, Figures] = {}
+    by_chunk: dict[int, Figures] = {}
     for chunk in chunks:
-        _, found[chunk] = evaluate(model, data, out / f"chunk-{chunk}", replace(config, chunk_ms=chunk), progress)
-    write_delays(found, out)
-    return found
+        _, by_chunk[chunk] = evaluate(model, data, out / f"chunk-{chunk}", replace(config, chunk_ms=chunk), progress)
+    write_delays(by_chunk, out)
+    return by_chunk
 
 
-def write_delays(found: Mapping[int, Figures], out: Path) -> None:
+def write_delays(by_chunk: Mapping[int, Figures], out: Path) -> None:
     """Writes the figures of several lengths as a table, as JSON and as a picture."""
     from train.eval.measures import plain
 
-    head, rows = delay_table(found)
+    head, rows = delay_table(by_chunk)
     write_whole(out / TABLE, markdown_table(head, rows) + "\n")
-    write_json(out / JSON, {chunk: {name: plain(one) for name, one in figures.items()} for chunk, figures in found.items()})
-    draw_delays(found, out / PICTURE)
+    write_json(out / JSON, {chunk: {name: plain(v) for name, v in figures.items()} for chunk, figures in by_chunk.items()})
+    draw_delays(by_chunk, out / PICTURE)
 
 
-def delay_table(found: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
+def delay_table(by_chunk: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table: a row for each length, a column for each figure. Before the end of its chunk nobody hears a
     word: half of the chunk on the average."""
     from train.eval.measures import MEASURES, shown
 
-    names = list(next(iter(found.values())))
+    names = list(next(iter(by_chunk.values())))
     head = ["chunk", "mean wait", *(MEASURES[name].title for name in names)]
     rows = []
-    for chunk, figures in found.items():
+    for chunk, figures in by_chunk.items():
         waits = [f"{chunk} ms", f"{chunk / 2:g} ms"] if chunk else ["whole", "-"]
         rows.append([*waits, *(shown(name, figures[name].value) if name in figures else "-" for name in names)])
     return head, rows
 
 
-def draw_delays(found: Mapping[int, Figures], file: Path) -> Path:
+def draw_delays(by_chunk: Mapping[int, Figures], file: Path) -> Path:
     """Draws the shares and error rates, or all figures where there are none, over the length of a chunk, with 95 % intervals;
     whole clips at the right."""
     from train.eval.measures import MEASURES
     from train.eval.report import SHARES, errors_of, lengths_of
 
-    chunks = sorted(found, key=lambda chunk: chunk or float("inf"))
-    names = [name for name in SHARES if all(name in found[chunk] for chunk in chunks)]
+    chunks = sorted(by_chunk, key=lambda chunk: chunk or float("inf"))
+    names = [name for name in SHARES if all(name in by_chunk[chunk] for chunk in chunks)]
     scale, unit = (100.0, "per cent, with 95 % intervals") if names else (1.0, "with 95 % intervals")
-    names = names or list(found[chunks[0]])
+    names = names or list(by_chunk[chunks[0]])
     with drawn(file) as axes:
         axis = axes[0, 0]
         for name in names:
-            figures = [found[chunk][name] for chunk in chunks]
+            figures = [by_chunk[chunk][name] for chunk in chunks]
             lengths, errors = lengths_of(figures, scale), errors_of(figures, scale)
             axis.errorbar(range(len(chunks)), lengths, yerr=errors, marker="o", label=MEASURES[name].title)
         axis.set_xticks(range(len(chunks)), [f"{chunk} ms" if chunk else "whole" for chunk in chunks])
@@ -142,23 +142,23 @@ def evaluate_distances(
         raise UserError(
             f"--teacher {teacher}: its encoder is of another shape than that of {model}; name its origin"
         ) from error
-    found: dict[int, list[tuple[float, int]]] = {chunk: [] for chunk in chosen}
+    by_chunk: dict[int, list[tuple[float, int]]] = {chunk: [] for chunk in chosen}
     left_out: list[str] = []
     display = Display(len(recordings), 0, progress)
     with torch.no_grad():
         for sound in _sounds(recordings, stored, left_out):
             prepared = stored.prepare(sound)
             features, lengths = collate(prepared.features)
-            given = features.to(config.device), lengths, prepared.clip_frames
-            taught = whole.hear_whole(*given, other.config.fixed_length)
+            clips = features.to(config.device), lengths, prepared.clip_frames
+            taught = whole.hear_whole(*clips, other.config.fixed_length)
             for chunk, student.config in chosen.items():
-                distances = frame_distances(student.run(*given), taught)
-                found[chunk].append((float(distances.sum()), len(distances)))
+                distances = frame_distances(student.run(*clips), taught)
+                by_chunk[chunk].append((float(distances.sum()), len(distances)))
             display.tick(1, len(sound) / SAMPLE_RATE)
     display.close()
-    if not any(found.values()):
+    if not any(by_chunk.values()):
         raise UserError(f"none of the {len(recordings)} recordings can be heard; the first: {left_out[0]}")
-    figures = {chunk: {MEASURE: figure(MEASURE, np.asarray(pairs, dtype=np.float64))} for chunk, pairs in found.items()}
+    figures = {chunk: {MEASURE: figure(MEASURE, np.asarray(pairs, dtype=np.float64))} for chunk, pairs in by_chunk.items()}
     out.mkdir(parents=True, exist_ok=True)
     write_delays(figures, out)
     return Distances(figures, left_out)

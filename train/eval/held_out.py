@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.audio.io import SAMPLE_RATE
 from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from omni.generate.speech_lm import SpeechLM
     from train.data.rows.row import Row
 
-SAMPLE_RATE = 16000
 GROUPS = 24
 """Most parts of a set (kinds, or tasks) that are reported by themselves."""
 
@@ -43,7 +43,7 @@ class Item:
     Attributes:
         question: a text, or the spoken question [S] at 16 kHz; `question_text` in writing, "" where it is unknown.
         text, codes: the reference answer, and its frames [A, F]; None where the task has none, or the row.
-        kind: a part of the set that is also reported by itself ("" for none).
+        part: a part of the set that is also reported by itself ("" for none).
         system: the system message before it ("" for none).
     """
 
@@ -52,7 +52,7 @@ class Item:
     question_text: str
     text: str | None
     codes: Tensor | None
-    kind: str = ""
+    part: str = ""
     system: str = ""
 
 
@@ -92,7 +92,7 @@ def items_of(
 ) -> list[Item]:
     """Makes items of held-out rows, each row's first turn once for every task that it has all parts for.
 
-    `kind` is the part of the row's source after the slash. With an `encoder`, lengths of spoken questions are checked.
+    `part` is the part of the row's source after the slash. With an `encoder`, lengths of spoken questions are checked.
     `broken` receives why rows are left out; where it is None a broken row is a UserError, as is that none can be asked.
     """
     items = []
@@ -138,7 +138,7 @@ def evaluate(
     )
     judged = tuple(judge(item, answer) for item, answer in zip(items, answers, strict=True))
     figures = summarise(judged)
-    for group in (lambda j: j.item.kind, lambda j: j.item.task):
+    for group in (lambda j: j.item.part, lambda j: j.item.task):
         figures.update(_by(group, judged))
     return HeldOutReport(figures, judged)
 
@@ -189,7 +189,7 @@ def write_answers(report: HeldOutReport, file: Path) -> None:
         json.dumps(
             {
                 "task": j.item.task,
-                "kind": j.item.kind,
+                "kind": j.item.part,
                 "question": j.item.question_text,
                 "reference": j.item.text,
                 "answer": j.answer.text,

@@ -19,10 +19,10 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import read_json, write_json
-from train.console.progress import Display
+from train.console.progress import Display, Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.questions import Questions
 
 Batch = Sequence[tuple[int, Row | Broken]]
@@ -53,9 +53,9 @@ def claim(folder: Path, started: Mapping[str, Any]) -> None:
         if name in LATER and None in (wanted, before.get(name)):
             before[name] = wanted or before.get(name)
         elif before.get(name) != wanted:
-            place, old, new = _difference(name, before.get(name), wanted)
+            setting, old, new = _difference(name, before.get(name), wanted)
             raise UserError(
-                f"{folder} was started with {place} {_short(old)}, this start has {_short(new)}: go on with the former, or "
+                f"{folder} was started with {setting} {_short(old)}, this start has {_short(new)}: go on with the former, or "
                 "name another folder with --out"
             )
     write_json(file, before)

@@ -137,8 +137,8 @@ class Figure:
 
 def pairs_of(records: Iterable[Mapping[str, Any]], name: str) -> Pairs:
     """The pairs [N, 2] of the records that have some for this measure."""
-    found = [record["scores"][name] for record in records if name in record.get("scores", {})]
-    return np.asarray(found, dtype=np.float64).reshape(-1, 2)
+    pairs = [record["scores"][name] for record in records if name in record.get("scores", {})]
+    return np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
 
 
 def value(measure: Measure, pairs: Pairs) -> float:
@@ -263,7 +263,7 @@ def metric_scores(item: Item, answer: Answer, row: Row) -> dict[str, tuple[float
     Raises:
         UserError: a metric failed, or returned no pair of numbers.
     """
-    found = {}
+    scores = {}
     for name, metric in METRICS.items():
         try:
             pair = metric.score(item, answer, row)
@@ -271,8 +271,8 @@ def metric_scores(item: Item, answer: Answer, row: Row) -> dict[str, tuple[float
                 value, weight = (float(number) for number in pair)
                 if not (math.isfinite(value) and 0 <= weight < math.inf):
                     raise ValueError(f"it returned {pair}; value and weight must be numbers, the weight at least 0")
-                found[name] = (value, weight)
+                scores[name] = (value, weight)
         except (Exception, SystemExit) as error:
             text = " ".join(str(error).split())
             raise UserError(f"metric {name} failed at {row.where} with {type(error).__name__}: {text}") from error
-    return found
+    return scores

@@ -36,13 +36,13 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
-class GivenRow(Row):
+class RecordRow(Row):
     """A row that keeps the fields of the record it was made of, without the sound."""
 
-    given: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> GivenRow:
+def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> RecordRow:
     """The row of one record; UserError where it has no recording."""
     named = options.columns.get("answer_text")
     if named is not None and named not in data:
@@ -56,8 +56,8 @@ def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: R
     if turn.question_audio is None:
         raise UserError("has no recording in its column 'audio': drop the row")
     name = next((str(data[n]) for n in ("id", "key", "index") if isinstance(data.get(n), str | int)), "")
-    given = {name: value for name, value in data.items() if name not in SOUND}
-    return GivenRow((turn,), id=name, source="voicebench", language=options.language, where=where, given=given)
+    fields = {name: value for name, value in data.items() if name not in SOUND}
+    return RecordRow((turn,), id=name, source="voicebench", language=options.language, where=where, fields=fields)
 
 
 def readable(item: Row | Broken) -> Row | Broken:

@@ -123,7 +123,7 @@ def write_report(run: Run) -> dict[str, Figure]:
     if run.records.get(OTHERS):
         data["against_change"] = {name: c.plain("against", "model") for name, c in against.items()}
     if run.records.get(TURNS):
-        data["turns"] = [one.plain() for one in figures_of_turns(run.records[TURNS])]
+        data["turns"] = [turn_figure.plain() for turn_figure in figures_of_turns(run.records[TURNS])]
     write_json(run.folder / REPORT, data)
     write_whole(run.folder / TABLE, as_markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
@@ -168,10 +168,10 @@ def as_markdown(
 
 def size_lines(run: Run) -> list[str]:
     """A line with the bytes of both models' weights in memory, where they were noted."""
-    found = next((r["bytes"] for r in run.records.get(AGAINST, ()) if "bytes" in r), None)
-    if found is None:
+    sizes = next((r["bytes"] for r in run.records.get(AGAINST, ()) if "bytes" in r), None)
+    if sizes is None:
         return []
-    other, own = found
+    other, own = sizes
     return [f"Weights: {other / 1e6:.1f} MB against, {own / 1e6:.1f} MB of this model ({own / other:.1%}).", ""]
 
 
@@ -225,9 +225,9 @@ def _circumstances(timed: Sequence[Record], device: str) -> str:
 
 def turn_table(run: Run) -> Table:
     """Columns and rows of a table of the turns; no rows where none were asked."""
-    found = [(one, one.exact_match) for one in figures_of_turns(run.records.get(TURNS, ()))]
+    figures = [(entry, entry.exact_match) for entry in figures_of_turns(run.records.get(TURNS, ()))]
     name = "exact_match"
-    rows = [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in found]
+    rows = [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in figures]
     return ("source", "turn", "exact match", "95 % interval", "questions"), rows
 
 
@@ -245,7 +245,7 @@ def _mistakes(run: Run) -> list[str]:
     head = ["", f"## Answers with most errors ({min(NAMED, len(wrong))} of {len(wrong)} with any)", ""]
     listened = run.started.get("ear") is not None
     texts = ("reference", "response", *(["heard"] if listened else []))
-    cells = [(cell(place(run, r)), f"{e:.0f}", *(cell(r[name]) for name in texts)) for e, r in wrong[:NAMED]]
+    cells = [(cell(location(run, r)), f"{e:.0f}", *(cell(r[name]) for name in texts)) for e, r in wrong[:NAMED]]
     return [*head, markdown_table(("where", "errors", "reference", "answer", "heard")[: len(texts) + 2], cells)]
 
 
@@ -253,12 +253,12 @@ def _broken(run: Run) -> list[str]:
     if not run.broken:
         return []
     lines = ["", f"## Broken rows ({len(run.broken)})", ""]
-    lines += [f"- {place(run, r)}: {r['broken']}" for r in run.broken[:NAMED]]
+    lines += [f"- {location(run, r)}: {r['broken']}" for r in run.broken[:NAMED]]
     more = len(run.broken) - NAMED
     return lines + ([f"- and {more} more, see {REPORT}"] if more > 0 else [])
 
 
-def place(run: Run, record: Record) -> str:
+def location(run: Run, record: Record) -> str:
     """The place of a record, relative to the data's folder."""
     return str(record["where"]).removeprefix(f"{run.started['data']}/")
 
@@ -328,16 +328,16 @@ def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], 
 
 
 def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> None:
-    found = [figures[name] for name in names]
-    places, lengths = np.arange(len(names))[::-1], lengths_of(found, 100.0)
+    selected = [figures[name] for name in names]
+    positions, lengths = np.arange(len(names))[::-1], lengths_of(selected, 100.0)
     colors = ["C2" if MEASURES[name].better == "higher" else "C1" for name in names]
-    axis.barh(places, lengths, 0.62, xerr=errors_of(found, 100.0), color=colors, ecolor=INK)
-    axis.set_yticks(places, [MEASURES[name].title for name in names])
-    ends = np.maximum(lengths, np.nan_to_num([100 * f.high for f in found], posinf=0.0))
+    axis.barh(positions, lengths, 0.62, xerr=errors_of(selected, 100.0), color=colors, ecolor=INK)
+    axis.set_yticks(positions, [MEASURES[name].title for name in names])
+    ends = np.maximum(lengths, np.nan_to_num([100 * f.high for f in selected], posinf=0.0))
     axis.set_xlim(0, max([105.0, *1.12 * ends]))
-    for place, name, f, end in zip(places, names, found, ends, strict=True):
+    for position, name, f, end in zip(positions, names, selected, ends, strict=True):
         text = shown(name, f.value)
-        axis.annotate(text, (end, place), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+        axis.annotate(text, (end, position), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
     axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)")
 
 
@@ -359,15 +359,15 @@ def _spread(axis: Any, values: np.ndarray, color: str, label: str) -> None:
     axis.axvline(np.median(x), color=color, linewidth=0.8, linestyle=":")
 
 
-def errors_of(found: Sequence[Figure], scale: float) -> np.ndarray:
+def errors_of(figures: Sequence[Figure], scale: float) -> np.ndarray:
     """Distances from values to interval ends, [2, figures]; none where there is no interval."""
-    ends = [(f.value - f.low, f.high - f.value) for f in found]
+    ends = [(f.value - f.low, f.high - f.value) for f in figures]
     return scale * np.maximum(0, np.nan_to_num(np.asarray(ends).reshape(-1, 2).T, posinf=0.0, neginf=0.0))
 
 
-def lengths_of(found: Sequence[Figure], scale: float) -> np.ndarray:
+def lengths_of(figures: Sequence[Figure], scale: float) -> np.ndarray:
     """Lengths of bars [figures]; 0 where there is no figure, or an infinite one."""
-    return scale * np.nan_to_num([f.value for f in found], posinf=0.0)
+    return scale * np.nan_to_num([f.value for f in figures], posinf=0.0)
 
 
 def _scale(name: str) -> float:

@@ -13,8 +13,9 @@ from omni.stores.reading import local_path
 from omni.tasks import Task, find_task
 from omni.utils.process import importing
 from train.console.command import check_folder_to_be
+from train.console.progress import Progress
 from train.data.readers import data_path
-from train.eval.config import EvalConfig, Progress
+from train.eval.config import EvalConfig
 from train.eval.journal import claim, read_records
 from train.eval.questions import Questions, choose_task, fingerprint, open_data
 
@@ -70,8 +71,8 @@ def evaluate(
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
     if asr is not None and not (task.audio and lm.codec is not None):
         why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
-        what = task.name if not task.audio else model
-        raise UserError(f"there is no speech for --asr to recognise: {what} {why}; leave --asr out")
+        subject = task.name if not task.audio else model
+        raise UserError(f"there is no speech for --asr to recognise: {subject} {why}; leave --asr out")
     if config.turns:
         check_turns(task)
     if config.text_only:

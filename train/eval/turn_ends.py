@@ -83,32 +83,32 @@ class TurnFigures:
 
 def listen(listener: TurnListener, questions: Sequence[PausedQuestion]) -> list[Tensor]:
     """Probabilities [T, 2] for each question, as `TurnListener.stream` gives them."""
-    found: list[Tensor] = []
+    probabilities: list[Tensor] = []
     for start in range(0, len(questions), TOGETHER):
-        frames, counts = listener.encoder.encode([one.sound for one in questions[start : start + TOGETHER]])
-        found += listener.probabilities(frames).cpu().split(counts)
-    return found
+        frames, counts = listener.encoder.encode([question.sound for question in questions[start : start + TOGETHER]])
+        probabilities += listener.probabilities(frames).cpu().split(counts)
+    return probabilities
 
 
-def decided(listener: TurnListener, one: PausedQuestion, probabilities: Tensor, rule: EndRule) -> tuple[bool, float]:
+def decided(listener: TurnListener, question: PausedQuestion, probabilities: Tensor, rule: EndRule) -> tuple[bool, float]:
     """Whether a question was cut off, and the seconds from the end of its speech to the decision."""
     config, rate = listener.encoder.config, listener.frames_per_second
-    chunk = (config.chunk_samples or len(one.sound)) / SAMPLE_RATE
+    chunk = (config.chunk_samples or len(question.sound)) / SAMPLE_RATE
     at = (ended(probabilities, rule).nonzero().flatten().double() + 1) / rate  # seconds at which such frames end
-    early = at[at < one.end]
-    late = at[at >= one.end]
-    length = len(one.sound) / SAMPLE_RATE
+    early = at[at < question.end]
+    late = at[at >= question.end]
+    length = len(question.sound) / SAMPLE_RATE
     known = min(math.ceil(float(late[0]) / chunk - 1e-9) * chunk, length) if len(late) else length
-    return bool(len(early)), known - one.end
+    return bool(len(early)), known - question.end
 
 
 def figures_of(
-    listener: TurnListener, questions: Sequence[PausedQuestion], found: Sequence[Tensor], rule: EndRule
+    listener: TurnListener, questions: Sequence[PausedQuestion], probabilities: Sequence[Tensor], rule: EndRule
 ) -> dict[str, TurnFigures]:
     """Figures by kind of question."""
     out = {}
     for kind in KINDS:
-        own = [decided(listener, q, p, rule) for q, p in zip(questions, found, strict=True) if kind in q.kinds]
+        own = [decided(listener, q, p, rule) for q, p in zip(questions, probabilities, strict=True) if kind in q.kinds]
         if own:
             delays = np.array([delay for _, delay in own])
             p50, p95 = (float(x) for x in np.quantile(delays, (0.5, 0.95)))
@@ -119,15 +119,15 @@ def figures_of(
 
 def evaluate_turn_ends(listener: TurnListener, questions: Sequence[PausedQuestion], out: Path) -> dict[str, Any]:
     """Evaluates a turn head at each eagerness and over the threshold; writes a table, JSON and a picture."""
-    found = listen(listener, questions)
-    by_rule = {name: figures_of(listener, questions, found, rule) for name, rule in RULES.items() if name != "auto"}
-    curve = {t: figures_of(listener, questions, found, replace(RULES["medium"], threshold=t)) for t in THRESHOLDS}
+    probabilities = listen(listener, questions)
+    by_rule = {name: figures_of(listener, questions, probabilities, rule) for name, rule in RULES.items() if name != "auto"}
+    curve = {t: figures_of(listener, questions, probabilities, replace(RULES["medium"], threshold=t)) for t in THRESHOLDS}
     report = {
         "questions": len(questions),
         "chunk_ms": getattr(listener.encoder.config, "chunk_ms", None),
         "rules": {name: asdict(rule) for name, rule in RULES.items()},
-        "eagerness": {name: {kind: asdict(one) for kind, one in own.items()} for name, own in by_rule.items()},
-        "curve": {str(t): {kind: asdict(one) for kind, one in own.items()} for t, own in curve.items()},
+        "eagerness": {name: {kind: asdict(figures) for kind, figures in own.items()} for name, own in by_rule.items()},
+        "curve": {str(t): {kind: asdict(figures) for kind, figures in own.items()} for t, own in curve.items()},
     }
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / JSON, report)
@@ -137,14 +137,14 @@ def evaluate_turn_ends(listener: TurnListener, questions: Sequence[PausedQuestio
     return report | {"table": (head, rows)}
 
 
-def turn_end_table(found: dict[str, dict[str, TurnFigures]]) -> tuple[list[str], list[list[str]]]:
+def turn_end_table(by_rule: dict[str, dict[str, TurnFigures]]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table: a row for each eagerness and kind of question."""
     head = ["eagerness", "questions where", "number", "delay p50", "delay p95", "cut off", "missed"]
     rows = [
-        [name, KINDS[kind], str(one.questions), f"{one.p50 * 1000:.0f} ms", f"{one.p95 * 1000:.0f} ms",
-         f"{one.cut_off:.1%}", f"{one.missed:.1%}"]
-        for name, own in found.items()
-        for kind, one in own.items()
+        [name, KINDS[kind], str(figures.questions), f"{figures.p50 * 1000:.0f} ms", f"{figures.p95 * 1000:.0f} ms",
+         f"{figures.cut_off:.1%}", f"{figures.missed:.1%}"]
+        for name, own in by_rule.items()
+        for kind, figures in own.items()
     ]  # fmt: skip
     return head, rows
 
@@ -154,9 +154,9 @@ def draw_turn_ends(curve: dict[float, dict[str, TurnFigures]], file: Path) -> Pa
     with drawn(file) as axes:
         axis = axes[0, 0]
         for kind, title in list(KINDS.items())[:2]:
-            points = {t: (1000 * one[kind].p95, 100 * one[kind].cut_off) for t, one in curve.items() if kind in one}
+            points = {t: (1000 * kinds[kind].p95, 100 * kinds[kind].cut_off) for t, kinds in curve.items() if kind in kinds}
             if points:
-                count = next(one[kind].questions for one in curve.values() if kind in one)
+                count = next(kinds[kind].questions for kinds in curve.values() if kind in kinds)
                 axis.plot(*zip(*points.values(), strict=True), marker="o", label=f"{title} ({count} questions)")
                 for threshold, point in list(points.items())[::3]:
                     axis.annotate(f"{threshold:g}", point, fontsize=7, xytext=(3, 3), textcoords="offset points")

@@ -102,8 +102,8 @@ def write_card(
     state: Mapping[str, Any] = read_state(checkpoint) if checkpoint is not None else {}
     counts, start = state.get("rows", {}), str(_at(settings, "model", "init_from") or "")
     listed = enumerate(_at(settings, "data", "sources") or ())
-    sources = [_source(one, counts.get(f"the number of rows of data.sources[{number}]")) for number, one in listed]
-    data.language = data.language or list(dict.fromkeys(one for source in sources for one in source["languages"])) or None
+    sources = [_source(entry, counts.get(f"the number of rows of data.sources[{number}]")) for number, entry in listed]
+    data.language = data.language or list(dict.fromkeys(code for source in sources for code in source["languages"])) or None
     data.library_name, data.pipeline_tag = "omni-speech", _pipeline({task for source in sources for task in source["tasks"]})
     data.base_model = start.removeprefix("hf://").partition("@")[0] if start.startswith("hf://") else None
     data.datasets = sorted({source["dataset"] for source in sources} - {""}) or None
@@ -163,7 +163,7 @@ def _training(settings: Mapping[str, Any], state: Mapping[str, Any]) -> str:
         "time": f"{duration(state['seconds'])} in {counted(state['processes'], 'process')}" if state else None,
         "precision": _at(settings, "fabric", "precision"),
         "optimizer": _at(settings, "optimizer", "name"),
-        "trainable": ", ".join(f"`{one}`" for one in trainable) if trainable != ["*"] else None,
+        "trainable": ", ".join(f"`{pattern}`" for pattern in trainable) if trainable != ["*"] else None,
     }
     return markdown_table(("", ""), [(title, str(text)) for title, text in rows.items() if text])
 
@@ -177,10 +177,10 @@ def _source(source: Any, rows: int | None) -> dict[str, Any]:
         report = load_json(Path(path) / REPORT) if path else {}
     origin, rows = str(_at(report, "source") or ""), _at(report, "rows") if rows is None else rows
     name = f"{_name(path)}, of {_name(origin)}" if origin and _name(origin) != _name(path) else _name(path)
-    seconds = [one for side in ("question", "answer") if (one := _at(report, f"{side}_seconds")) is not None]
-    cards = [_card_data(Path(place)) for place in (path, origin) if place and "://" not in place]
+    seconds = [length for side in ("question", "answer") if (length := _at(report, f"{side}_seconds")) is not None]
+    cards = [_card_data(Path(path_or_url)) for path_or_url in (path, origin) if path_or_url and "://" not in path_or_url]
     license, languages = [next((card[key] for card in cards if card[key]), ()) for key in ("license", "language")]
-    hub = next((place for place in (path, origin) if place.startswith("hf://datasets/")), "")
+    hub = next((path_or_url for path_or_url in (path, origin) if path_or_url.startswith("hf://datasets/")), "")
     dataset = "/".join(hub.removeprefix("hf://datasets/").partition("@")[0].split("/")[:2])
     cells = (
         name or f"{_at(source, 'kind')}, made while training",
@@ -192,11 +192,11 @@ def _source(source: Any, rows: int | None) -> dict[str, Any]:
     return {"cells": [cell or "unknown" for cell in cells], "tasks": tasks, "languages": languages, "dataset": dataset}
 
 
-def _card_data(place: Path) -> dict[str, tuple[str, ...]]:
+def _card_data(folder: Path) -> dict[str, tuple[str, ...]]:
     """License and language of a data set, by the front matter of its `README.md`, which comes with those of the hub."""
     data: Mapping[str, Any] = {}
     with suppress(OSError, ValueError, TypeError):
-        data = DatasetCard.load(place / CARD, ignore_metadata_errors=True).data.to_dict()
+        data = DatasetCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
     values = {key: data.get(key) or () for key in ("license", "language")}
     return {key: (value,) if isinstance(value, str) else tuple(map(str, value)) for key, value in values.items()}
 
@@ -220,8 +220,8 @@ def _evaluation(model: Path, folder: Path) -> str:
         raise UserError(f"--report {folder} is of another model ({of}): evaluate {model}, or leave the report out")
     rows = []
     for name, values in report["figures"].items():
-        numbers: dict[str, Any] = {key: math.nan if value is None else value for key, value in values.items()}
-        figure = Figure(**numbers)
+        fields: dict[str, Any] = {key: math.nan if value is None else value for key, value in values.items()}
+        figure = Figure(**fields)
         title, number = MEASURES[name].title, shown_measure(name, figure.value)
         rows.append((title, number, interval(name, figure), str(figure.questions)))
     ear = f", heard by {_name(report['ear'])}" if report.get("ear") else ""

@@ -61,28 +61,28 @@ class HubPush:
         return [*lines, f"  card: {self.card}", *left]
 
 
-def find_folder(given: Path) -> Path:
+def find_folder(folder: Path) -> Path:
     """The model folder that is meant: the given one, or `model` in a run's folder; UserError where there is none."""
-    refuse_remote(given, "model")
-    if (given / CONFIG).is_file() or not (given / RUN_CONFIG).is_file():
-        check_folder(given)
-        return given
-    if not (given / MODEL / CONFIG).is_file() and (given / ADAPTER).is_dir():
+    refuse_remote(folder, "model")
+    if (folder / CONFIG).is_file() or not (folder / RUN_CONFIG).is_file():
+        check_folder(folder)
+        return folder
+    if not (folder / MODEL / CONFIG).is_file() and (folder / ADAPTER).is_dir():
         raise UserError(
-            f"{given} has made an adapter alone: merge it (`omni-train convert MODEL TARGET --lora {given / ADAPTER}`), or "
+            f"{folder} has made an adapter alone: merge it (`omni-train convert MODEL TARGET --lora {folder / ADAPTER}`), or "
             f"copy it into the model's folder as {ADAPTERS}/NAME, and push that"
         )
-    if not (given / MODEL).is_dir():
-        raise UserError(f"{given} has no finished model yet: the run writes {given / MODEL} when it ends")
-    check_folder(given / MODEL)
-    return given / MODEL
+    if not (folder / MODEL).is_dir():
+        raise UserError(f"{folder} has no finished model yet: the run writes {folder / MODEL} when it ends")
+    check_folder(folder / MODEL)
+    return folder / MODEL
 
 
-def hub_address(given: str) -> HubAddress:
+def hub_address(text: str) -> HubAddress:
     """The repository that an address names; UserError where it names none that can be written to."""
-    at = parse_hub(find_address(given) or given)
+    at = parse_hub(find_address(text) or text)
     if at is None or at.inner:
-        raise UserError(f"{given!r:.200} is no repository at the hub; give hf://owner/name, or hf://owner/name@branch")
+        raise UserError(f"{text!r:.200} is no repository at the hub; give hf://owner/name, or hf://owner/name@branch")
     return at
 
 
@@ -108,8 +108,8 @@ def collect_files(
         )
     check_whole(model)
     adapters = adapters_in(model)
-    for name, place in adapters.items():
-        load_adapter(place)
+    for name, adapter in adapters.items():
+        load_adapter(adapter)
         names += [f"{ADAPTERS}/{name}/{file}" for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     names += [name for name in LICENSES if (model / name).is_file()]
     if (model / CARD).is_file():
@@ -131,7 +131,7 @@ def collect_files(
     return HubPush(at, model, tuple(files), card, tuple(left))
 
 
-def push(what: HubPush, private: bool, message: str, say: Callable[[str], None]) -> str:
+def push(upload: HubPush, private: bool, message: str, say: Callable[[str], None]) -> str:
     """Upload; returns the page of the commit.
 
     A repository that is not there is made: public, as by `hf upload`, unless `private` or the organisation's settings say
@@ -140,31 +140,31 @@ def push(what: HubPush, private: bool, message: str, say: Callable[[str], None])
     Raises:
         UserError: there is no token, it is not allowed, or goes on failing; or `private` is asked for and it is public.
     """
-    at = what.at
+    at = upload.at
     user = hub.account(at)
-    there = hub.find_repository(at, main=True)
-    if there is not None and private and not there.private:
+    repository = hub.find_repository(at, main=True)
+    if repository is not None and private and not repository.private:
         raise UserError(f"{at} is there already, and is public: make it private on {at.page}/settings, or leave --private out")
     card = None
-    if there is not None and what.card.startswith("written"):
+    if repository is not None and upload.card.startswith("written"):
         with suppress(hub.MissingError):  # a branch that is not there yet
             card = hub.read_card(at)
     if card is not None and not written_here(card):
-        files = tuple(one for one in what.files if one[0] != CARD)
-        what = replace(what, files=files, card="the one at the hub, which was edited there, is kept")
-    if what.text:
-        hub.check_card(at, what.text)
-    made = "" if there is not None else ", a new repository"
-    if there is None:
+        files = tuple(file for file in upload.files if file[0] != CARD)
+        upload = replace(upload, files=files, card="the one at the hub, which was edited there, is kept")
+    if upload.text:
+        hub.check_card(at, upload.text)
+    made = "" if repository is not None else ", a new repository"
+    if repository is None:
         hub.create_repository(at, True if private else None)
-        there = hub.find_repository(at, main=True) or HubRepository(private, "")
+        repository = hub.find_repository(at, main=True) or HubRepository(private, "")
     say(
-        f"uploading {counted(len(what.files), 'file')}, {short(sum(what.sizes.values()))}B, of {what.model}\n"
-        f"to {at.page}, branch {at.revision or 'main'}{made}, {'private' if there.private else 'PUBLIC'}, as {user}"
+        f"uploading {counted(len(upload.files), 'file')}, {short(sum(upload.sizes.values()))}B, of {upload.model}\n"
+        f"to {at.page}, branch {at.revision or 'main'}{made}, {'private' if repository.private else 'PUBLIC'}, as {user}"
     )
-    say("\n".join(what.lines()))
+    say("\n".join(upload.lines()))
     started = time.monotonic()
     hub.create_branch(at)
-    page = hub.upload(at, what.files, message)
+    page = hub.upload(at, upload.files, message)
     say(f"done in {duration(time.monotonic() - started)}: {page}")
     return page

@@ -61,7 +61,7 @@ class VocabularyShards:
 
 
 def vocabulary_shards(text: DTensor, audio: DTensor) -> VocabularyShards:
-    """What this process holds of two heads that are sharded by rows over one dimension of a mesh."""
+    """This process's rows of two heads that are sharded by rows over one dimension of a mesh."""
     mesh = text.device_mesh
     starts = [mesh.get_local_rank() * -(-head.shape[0] // mesh.size()) for head in (text, audio)]
     return VocabularyShards(mesh.get_group(), (starts[0], text.shape[0]), (starts[1], audio.shape[0]))
@@ -175,9 +175,9 @@ class _TaskCrossEntropy(torch.autograd.Function):
         if ctx.same:
             heads = heads._replace(audio=heads.text)
         targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share, ctx.compiled)
-        _, _, found = _losses_and_gradients(heads, _needs(heads, ctx.needs_input_grad[3:]), targets, ctx.dtype)
+        _, _, scaled = _losses_and_gradients(heads, _needs(heads, ctx.needs_input_grad[3:]), targets, ctx.dtype)
         gradients = [
-            None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(found, heads, strict=True)
+            None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(scaled, heads, strict=True)
         ]
         return (None, None, None, *gradients)
 
@@ -261,15 +261,15 @@ def _losses_and_gradients(
                     if d_rows is not None and matrix is not None:
                         d_h = _product(d_logits, matrix).mul_(scale[k]) if half else d_logits @ matrix
                         d_rows.index_add_(0, at, d_h.to(d_rows.dtype))
-                for d_matrix, given in ((d_weight, h), (d_up, None if d_up is None else z)):
-                    if d_matrix is None or given is None:
+                for d_matrix, inputs in ((d_weight, h), (d_up, None if d_up is None else z)):
+                    if d_matrix is None or inputs is None:
                         continue
                     if d_matrix.dtype == dtype:
-                        d_matrix.addmm_(d_logits.T, given)
+                        d_matrix.addmm_(d_logits.T, inputs)
                     elif half and d_matrix.is_cuda:
-                        torch.ops.aten.addmm.dtype_out(d_matrix, d_logits.T, given, torch.float32, out=d_matrix)
+                        torch.ops.aten.addmm.dtype_out(d_matrix, d_logits.T, inputs, torch.float32, out=d_matrix)
                     else:
-                        d_matrix.add_(_product(d_logits.T, given) if half else d_logits.T @ given)
+                        d_matrix.add_(_product(d_logits.T, inputs) if half else d_logits.T @ inputs)
                 del d_logits, logits
             if half:
                 for d_matrix in (d_weight, d_up):

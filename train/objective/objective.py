@@ -70,8 +70,8 @@ class Losses(NamedTuple):
 def cells(batch: Batch) -> Tensor:
     """Count the targets of a batch by task and stream, [T, K] float (on the CPU)."""
     task = batch.task.reshape(-1)
-    found = [torch.bincount(task[at], minlength=len(TASKS)) for at in batch.supervised]
-    return torch.stack(found, dim=1).float()
+    counts = [torch.bincount(task[at], minlength=len(TASKS)) for at in batch.supervised]
+    return torch.stack(counts, dim=1).float()
 
 
 def targets(batch: Batch) -> Tensor:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def cells_by_task(names: Sequence[str], tasks: Sequence[str], streams: int) -> Tensor:
     """Index of the balanced task that each task's targets on each stream belong to, [T, K]; M for none of them."""
-    place = [names.index(task) if task in names else len(names) for task in tasks]
-    return torch.tensor(place)[:, None].repeat(1, streams)
+    indices = [names.index(task) if task in names else len(names) for task in tasks]
+    return torch.tensor(indices)[:, None].repeat(1, streams)
 
 
 def cells_by_stream(tasks: int, streams: int) -> Tensor:
@@ -150,9 +150,9 @@ class TaskLosses(PlainLosses):
         return index, [table[task[at], k] for k, at in enumerate(index)]
 
     def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
-        found = super().sum(batch, heads, targets, alignment)
-        by_task = self.losses(found.sums, targets.scale)
-        return found._replace(by_task=torch.cat([by_task[:-1], by_task[-1:] + alignment.detach()]))
+        summed = super().sum(batch, heads, targets, alignment)
+        by_task = self.losses(summed.sums, targets.scale)
+        return summed._replace(by_task=torch.cat([by_task[:-1], by_task[-1:] + alignment.detach()]))
 
     def silent(self, alignment: Tensor) -> Tensor | None:
         return torch.cat([alignment.new_zeros(len(self)), alignment.detach()[None]])
@@ -179,8 +179,8 @@ class GraphLosses(TaskLosses):
 
     def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
         task, cell = batch.task.reshape(-1), self.cell.to(batch.task.device, non_blocking=True)
-        place = [cell[task[at], k] for k, at in enumerate(targets.index)]
-        by_task, each = task_cross_entropy(heads, targets, place, len(self) + 1)
+        cells = [cell[task[at], k] for k, at in enumerate(targets.index)]
+        by_task, each = task_cross_entropy(heads, targets, cells, len(self) + 1)
         by_task = torch.cat([by_task[:-1], by_task[-1:] + alignment])
         total = (by_task * to_device(self.weights, by_task.device)).sum()
         return Summed(total, *sums_by_task(batch, targets.index, each), by_task)
@@ -207,6 +207,6 @@ def sums_by_example(batch: Batch, index: Sequence[Tensor], each: Tensor) -> Tens
 def feature_tasks(batch: Batch, features: int) -> Tensor:
     """Index into the table of tasks for each feature of a batch, [N] long, -1 for none."""
     index = batch.feature_index.reshape(-1)
-    found = index.new_full((features + 1,), -1)
-    found[torch.where(index >= 0, index, features)] = batch.task.reshape(-1)
-    return found[:features]
+    tasks = index.new_full((features + 1,), -1)
+    tasks[torch.where(index >= 0, index, features)] = batch.task.reshape(-1)
+    return tasks[:features]

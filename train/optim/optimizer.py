@@ -116,9 +116,9 @@ class Optimizers(torch.optim.Optimizer):
         for inner in self.inner.values():
             init: Callable[..., None] | None = getattr(inner, "init_state", None)
             for number, group in enumerate(inner.param_groups if init is not None else ()):
-                place = next((i for i, own in enumerate(group["params"]) if own is p), None)
-                if place is not None and init is not None:
-                    init(group, p, number, place)
+                index = next((i for i, own in enumerate(group["params"]) if own is p), None)
+                if index is not None and init is not None:
+                    init(group, p, number, index)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

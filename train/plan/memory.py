@@ -32,7 +32,7 @@ from train.trainer.validation import answering_type
 
 Parts = dict[str, float]
 STATE = {"adamw": (2.0, 0.0), "muon": (1.0, 0.0), "paged_adamw_8bit": (0.0, 2 + 8 / 256)}
-"""What a rule keeps of a value: values of its type, and bytes (two moments in 8 bits, with a scale in fp32 for 256 values)."""
+"""State of a rule by value: values of its type, and bytes (two moments in 8 bits, with a scale in fp32 for 256 values)."""
 CHUNK = 512
 """Columns of a question that are fed at once (`omni.generate.runner`)."""
 START, ANSWERS = "start", "validation's answers"
@@ -99,14 +99,14 @@ def bytes_each(config: FitConfig) -> tuple[int, int]:
 def packed_bytes(config: FitConfig, model: nn.Module) -> dict[str, int]:
     """Bytes of each quantised weight as bitsandbytes holds it: nf4 has a scale in 8 bits for 64 weights, one in fp32 for 256 of
     these, and two tables (Dettmers et al. 2023, section 3); int8 with a scale for each row."""
-    found = {}
-    kind = config.lora.quantize if config.lora is not None else None
-    for name in chosen_linears(model, config.lora.quantize_targets) if config.lora is not None and kind else ():
+    sizes = {}
+    quantize = config.lora.quantize if config.lora is not None else None
+    for name in chosen_linears(model, config.lora.quantize_targets) if config.lora is not None and quantize else ():
         weight: Any = model.get_submodule(name).weight
         blocks = -(-weight.numel() // 64)
         nf4 = -(-weight.numel() // 2) + blocks + 4 * -(-blocks // 256) + 4 * (1 + 16 + 256)
-        found[f"{name}.weight"] = nf4 if kind == "nf4" else weight.numel() + 4 * len(weight)
-    return found
+        sizes[f"{name}.weight"] = nf4 if quantize == "nf4" else weight.numel() + 4 * len(weight)
+    return sizes
 
 
 def held(config: FitConfig, model: SpeechModel, packed: dict[str, int]) -> Parts:
@@ -135,10 +135,10 @@ class Activations:
         self.config, self.shape, self.model, self.cuda = config, model.config, model, cuda
         self.again, self.compiled = config.fabric.checkpointing, config.fabric.compile and cuda
         self.mixed = product_type(config.fabric.precision, config.lora is not None) is not None
-        self.kind = config.lora.quantize if config.lora is not None else None
-        self.r = 2 if config.fabric.precision == "bf16-true" and not (self.mixed and self.kind) else 4
+        self.quantize = config.lora.quantize if config.lora is not None else None
+        self.r = 2 if config.fabric.precision == "bf16-true" and not (self.mixed and self.quantize) else 4
         self.p = 2 if self.mixed else self.r
-        self.out = self.r if self.kind else self.p  # bitsandbytes gives what it was given: a norm's fp32
+        self.out = self.r if self.quantize else self.p  # bitsandbytes gives what it was given: a norm's fp32
         self.batch, encoder, decoder = worst_batch(config.data, model.config), model.config.encoder, model.decoder
         self.columns = self.batch.tokens[:, 0].numel() * (not config.objective.encoder_alone)
         self.frames = len(self.batch.frames) * encoder.positions if encoder.fixed_length else sum(self.batch.frames)
@@ -178,14 +178,14 @@ class Activations:
 
     def stacks(self) -> list[tuple[float, float]]:
         """Bytes that the blocks of decoder and encoder keep, and those of one of them that is computed again."""
-        c, e, found = self.shape.decoder, self.shape.encoder, []
-        coded = self.out * (2 * c.width + c.heads * c.head_size + c.mlp_width) * (self.kind == "int8")  # which is never dropped
+        c, e, sizes = self.shape.decoder, self.shape.encoder, []
+        coded = self.out * (2 * c.width + c.heads * c.head_size + c.mlp_width) * (self.quantize == "int8")  # never dropped
         decoder = c.layers + c.post_layers, self.columns * self.flows, c.width, self.block(), coded
         encoder = e.layers, self.frames * self.hears, e.width, self.encoder_block(), 0
         for layers, size, width, (whole, selective), always in (decoder, encoder):
             kept = {False: whole, "selective": selective, True: self.r * width}[self.again]
-            found.append((float(layers * size * (kept + always)), (whole - kept) * size))
-        return found
+            sizes.append((float(layers * size * (kept + always)), (whole - kept) * size))
+        return sizes
 
     def around(self) -> float:
         """Bytes that are kept around the blocks: by convolutions, projector, embeddings, last norm, mask, encoder heads."""
@@ -202,10 +202,10 @@ class Activations:
         """Bytes of weights in half precision, which autocast keeps for the backward pass."""
         if not self.mixed:
             return 0.0
-        model, coded = self.model, self.kind is not None
+        model, coded = self.model, self.quantize is not None
         decoder = self.flows and not self.compiled and not coded and self.columns > 0
-        there = ((model.encoder, self.hears), (model.projector, self.heard), (model.decoder.blocks, decoder))
-        weights = [w for part, kept in there if kept for w in part.parameters() if w.ndim > 1]
+        parts = ((model.encoder, self.hears), (model.projector, self.heard), (model.decoder.blocks, decoder))
+        weights = [w for part, kept in parts if kept for w in part.parameters() if w.ndim > 1]
         return 2.0 * count(w for w in weights if w.requires_grad or self.again is not True)
 
     def heads(self) -> tuple[float, float]:
@@ -226,7 +226,7 @@ class Activations:
     def backward(self) -> tuple[float, float]:
         """Bytes that the backward pass takes for a while in a block of decoder and of encoder, beside what is kept."""
         c, e, blocks = self.shape.decoder, self.shape.encoder, self.model.decoder.blocks
-        dense = self.p * max(w.numel() for w in blocks[0].parameters()) * (self.kind is not None)
+        dense = self.p * max(w.numel() for w in blocks[0].parameters()) * (self.quantize is not None)
         column = 3 * self.out * c.mlp_width + self.r * c.width
         return self.columns * column * self.flows + dense, self.frames * e.width * (5 * self.p + self.r) * self.hears
 
@@ -316,12 +316,12 @@ def exchanged(config: FitConfig, model: nn.Module, world: int, several: bool) ->
 
 
 def balanced(config: FitConfig, model: SpeechModel) -> tuple[float, float, str]:
-    """Bytes of the gradients that a balance of tasks takes of each, and of those it keeps, and what of it is not counted."""
+    """Bytes of the gradients that a balance takes of all tasks, and of those that it keeps, and what is not counted."""
     section = config.balance
-    if section is None or (section.at != "parameters" and not section.kind.bilevel):
+    if section is None or (section.at != "parameters" and not section.spec.bilevel):
         return 0.0, 0.0, ""
     m = len(balanced_tasks(section, config.data)) or len(model.layout)
-    if section.kind.bilevel:
+    if section.spec.bilevel:
         return 0.0, 0.0, f"not counted: copies of what is trained, and up to {m} gradients of it, of balance {section.method}"
     rows = m * bytes_each(config)[1] * float(count(p for _, p in learning(model)))
-    return rows, rows * section.kind.keeps, ""
+    return rows, rows * section.spec.keeps, ""

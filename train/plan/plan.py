@@ -83,7 +83,7 @@ class Plan:
         """The plan as plain data; memory in bytes."""
         own = {f.name: getattr(self, f.name) for f in fields(self)} | {"fits": self.fits, "problems": self.problems}
         own["memory"] = {**asdict(self.memory), "total": self.memory.total, "phase": self.memory.phase}
-        return own | {"knobs": [{k: v for k, v in vars(one).items() if k != "config"} for one in self.knobs]}
+        return own | {"knobs": [{k: v for k, v in vars(knob).items() if k != "config"} for knob in self.knobs]}
 
 
 def make_plan(
@@ -91,24 +91,24 @@ def make_plan(
 ) -> Plan:
     """Plans a run; for the arguments see `train.commands.plan.HELP`. UserError for whatever is wrong with them, or with the
     configuration."""
-    given, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
-    shape, kind = shape_of(config.model), kind_of(config, described)
-    config = placed(config, devices, kind)
-    world, cuda = config.fabric.processes or 1, kind == "cuda"
+    configured, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
+    shape, device_type = shape_of(config.model), kind_of(config, described)
+    config = placed(config, devices, device_type)
+    world, cuda = config.fabric.processes or 1, device_type == "cuda"
     here = devices is None and not described and (not cuda or torch.cuda.is_available())
     config, larger = config.shared_by(ParallelDims.of(config.fabric, world).data)
-    words, limit = _room(kind, gpu_gib, gpu, world)
+    words, limit = _room(device_type, gpu_gib, gpu, world)
     model = meta_model(config, shape)
     memory = estimate(config, model, cuda)
-    refused, notes = _refused(given, config, here)
+    refused, notes = _refused(configured, config, here)
     notes += [note for note in (larger, memory.uncounted) if note]
-    speed = PEAK_FLOPS[gpu] if gpu else peak_flops(torch.device(kind)) if here and cuda else None
+    speed = PEAK_FLOPS[gpu] if gpu else peak_flops(torch.device(device_type)) if here and cuda else None
     run = pace(config, model, world, speed and speed * mfu)
     knobs, most = list[Knob](), MANY[-1] if cuda else world
     if limit is not None and memory.total > limit:
         knobs = savings(config, model, memory.total, most, cuda, limit=limit)
     if devices is not None:  # which is stronger than fabric.devices
-        knobs = [replace(one, keys=one.keys.replace("--fabric.devices", "--devices")) for one in knobs]
+        knobs = [replace(knob, keys=knob.keys.replace("--fabric.devices", "--devices")) for knob in knobs]
     strategy = {"auto": "ddp" if world > 1 else "one process"}.get(config.fabric.strategy, config.fabric.strategy)
     refused = refused or [run["problem"]] * bool(run["problem"])
     return Plan(count_parameters(model), memory, world, strategy, words, limit, run, knobs, refused, notes)
@@ -133,7 +133,7 @@ def kind_of(config: FitConfig, described: bool = False) -> str:
     return "cuda" if asked != "mps" and (gpu or described) else "cpu"
 
 
-def placed(config: FitConfig, devices: int | None, kind: str) -> FitConfig:
+def placed(config: FitConfig, devices: int | None, device_type: str) -> FitConfig:
     """Sets the number of devices where it is given or left open; more than eight are so many machines of eight."""
     fabric = config.fabric
     if devices is not None:
@@ -141,13 +141,13 @@ def placed(config: FitConfig, devices: int | None, kind: str) -> FitConfig:
         nodes = next((n for n in asked if n > 1 and devices % n == 0), 1)
         fabric = replace(fabric, devices=devices // nodes, num_nodes=nodes)
     elif fabric.processes is None:
-        fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if kind == "cuda" else 1)
+        fabric = replace(fabric, devices=max(1, torch.cuda.device_count()) if device_type == "cuda" else 1)
     return replace(config, fabric=fabric)
 
 
-def _room(kind: str, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
+def _room(device_type: str, gpu_gib: float | None, gpu: str | None, world: int) -> tuple[str, float | None]:
     """The device in words, and the bytes of it that a run may fill."""
-    name, size, cuda = gpu or ("GPU" if kind == "cuda" else "CPU"), gpu_gib and gpu_gib * GIB, kind == "cuda"
+    name, size, cuda = gpu or ("GPU" if device_type == "cuda" else "CPU"), gpu_gib and gpu_gib * GIB, device_type == "cuda"
     if size is None and not cuda:
         size = psutil.virtual_memory().available / world
     elif size is None and gpu is None and torch.cuda.is_available():
@@ -158,14 +158,14 @@ def _room(kind: str, gpu_gib: float | None, gpu: str | None, world: int) -> tupl
     return f"{name} of {size / GIB:.3g} GiB, of which {room / GIB:.3g} can be filled", room
 
 
-def _refused(given: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:
+def _refused(configured: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:
     """Why `fit` would refuse a run, by its own checks, and notes: also what this machine lacks, unless the run is `here`."""
     refused, notes = list[str](), list[str]()
     lacking = refused if here else notes
     checks: list[tuple[Callable[[], object], list[str]]] = [
-        (lambda: check_resume(given) if given.run_folder else None, refused),
+        (lambda: check_resume(configured) if configured.run_folder else None, refused),
         (lambda: notes.extend(check_start(config)), refused),
-        (lambda: check_devices((given if here else config).fabric), lacking),
+        (lambda: check_devices((configured if here else config).fabric), lacking),
         (lambda: check_packages(config), lacking),
         (lambda: check_workers(config), lacking),
     ]
@@ -211,7 +211,7 @@ def savings(
 ) -> list[Knob]:
     """What each knob alone saves of `start`, the bytes of a step or of all, where that is a hundredth or more; fsdp on no more
     devices than `limit` asks for."""
-    found, enough = list[Knob](), False
+    knobs, enough = list[Knob](), False
     for values, price in changes(config, most):
         spread = "fabric.devices" in values
         try:
@@ -221,21 +221,21 @@ def savings(
             continue
         if total < 0.99 * start and not (spread and enough):
             keys = " ".join(f"--{key} {str(value).lower()}" for key, value in values.items())
-            found.append(Knob(keys, price, other, total, start - total))
+            knobs.append(Knob(keys, price, other, total, start - total))
             enough = enough or (spread and total <= limit)
-    return found
+    return knobs
 
 
 def savings_here(config: FitConfig, in_step: bool, limit: float) -> list[Knob]:
     """What keys save of a run on this machine, the most first and each key once; `config` is one with its alignment head."""
-    kind = kind_of(config)
-    here, model = placed(config, None, kind), meta_model(config, shape_of(config.model))
-    most = max(here.fabric.processes or 1, torch.cuda.device_count() if kind == "cuda" else 1)
-    start = estimate(here, model, kind == "cuda").needed(in_step)
-    found = dict[str, Knob]()
-    for one in sorted(savings(here, model, start, most, kind == "cuda", in_step, limit), key=lambda one: -one.saved):
-        found.setdefault(one.keys.split()[0], one)
-    return list(found.values())
+    device_type = kind_of(config)
+    here, model = placed(config, None, device_type), meta_model(config, shape_of(config.model))
+    most = max(here.fabric.processes or 1, torch.cuda.device_count() if device_type == "cuda" else 1)
+    start = estimate(here, model, device_type == "cuda").needed(in_step)
+    knobs = dict[str, Knob]()
+    for knob in sorted(savings(here, model, start, most, device_type == "cuda", in_step, limit), key=lambda knob: -knob.saved):
+        knobs.setdefault(knob.keys.split()[0], knob)
+    return list(knobs.values())
 
 
 def pace(config: FitConfig, model: SpeechModel, world: int, speed: float | None) -> dict[str, Any]:
@@ -261,8 +261,8 @@ def pace(config: FitConfig, model: SpeechModel, world: int, speed: float | None)
     hours = steps * seconds / 3600 if steps and seconds else budget.minutes and budget.minutes / 60
     columns, ids = each * sum(b.positions for b in batches), each * sum(len(at) for b in batches for at in b.supervised)
     source = f"full rows, since the data cannot be read here ({problem})" if problem else "2 micro-batches of the data"
-    found = dict(columns=columns, targets=ids, examples=examples, flops=work, forwards=forward, backwards=backward)
-    return {**found, "seconds": seconds, "steps": steps, "hours": hours, "source": source, "problem": problem}
+    figures = dict(columns=columns, targets=ids, examples=examples, flops=work, forwards=forward, backwards=backward)
+    return {**figures, "seconds": seconds, "steps": steps, "hours": hours, "source": source, "problem": problem}
 
 
 def show(plan: Plan, name: str) -> None:
@@ -291,8 +291,8 @@ def show(plan: Plan, name: str) -> None:
     print(f"tokens, targets and examples: {run['source']}; a token is one time step of all streams")
     print("".join(f"note: {note}\n" for note in plan.notes), end="")
     print(f"device: {plan.device}" + {None: "", True: ": it fits", False: ": IT DOES NOT FIT"}[plan.fits])
-    enough = [one for one in plan.knobs if plan.limit is not None and one.total <= plan.limit]
+    enough = [knob for knob in plan.knobs if plan.limit is not None and knob.total <= plan.limit]
     title = "what makes it fit" if enough else "what saves memory; none is enough alone: set one, and plan again"
-    rows = [(one.keys, f"{one.total / GIB:.2f}", f"{one.saved / GIB:.2f}", one.price) for one in enough or plan.knobs]
+    rows = [(knob.keys, f"{knob.total / GIB:.2f}", f"{knob.saved / GIB:.2f}", knob.price) for knob in enough or plan.knobs]
     if rows:
         print_table(title, ("", "GiB", "saves", "price"), rows)

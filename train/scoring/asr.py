@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import log_mel
 from omni.audio.resample import resample
 from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
@@ -82,7 +83,7 @@ class WhisperTranscriber:
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         import whisper
 
-        sizes, found, names = _huggingface(weights) if weights.is_dir() else _openai(weights)
+        sizes, weights_by_name, names = _huggingface(weights) if weights.is_dir() else _openai(weights)
         if sizes["n_audio_ctx"] != WINDOW_POSITIONS:
             raise UserError(
                 f"{weights} has a window of {sizes['n_audio_ctx']} frames; Whisper's decoding needs {WINDOW_POSITIONS}"
@@ -94,7 +95,7 @@ class WhisperTranscriber:
         own = self.model.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         tensors = match(
-            found, {name: names(name) for name in own}, shapes, weights, ignore=lambda name: name == "proj_out.weight"
+            weights_by_name, {name: names(name) for name in own}, shapes, weights, ignore=lambda name: name == "proj_out.weight"
         )
         self.model.load_state_dict({name: tensor().float() for name, tensor in tensors.items()})
         self.model.eval().to(device)
@@ -145,21 +146,21 @@ def _huggingface(path: Path) -> tuple[dict[str, int], Mapping[str, Lazy], Any]:
     settings = read_json(path / "config.json")
     if settings.get("model_type") != "whisper":
         raise UserError(f"{path} is no Whisper: its config.json has model_type {settings.get('model_type')!r}")
-    found = read_weights(path)
-    prefix = "model." if any(name.startswith("model.") for name in found) else ""
+    weights = read_weights(path)
+    prefix = "model." if any(name.startswith("model.") for name in weights) else ""
 
     def theirs(name: str) -> str:
         for ours, other in _RENAMED:
             name = name.replace(ours, other)
         return prefix + name
 
-    return _sizes(settings, _DIMENSIONS, path / "config.json"), found, theirs
+    return _sizes(settings, _DIMENSIONS, path / "config.json"), weights, theirs
 
 
-def _sizes(found: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
+def _sizes(settings: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
     sizes = {}
     for ours, theirs in names.items():
-        value = found.get(theirs) if isinstance(found, Mapping) else None
+        value = settings.get(theirs) if isinstance(settings, Mapping) else None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{where}: {theirs} is {value!r}; it must be a whole number")
         sizes[ours] = value
@@ -188,7 +189,7 @@ class Sphinx:
         grammar = "(" + " | ".join(sorted(set(words))) + ")"
         rule = grammar + f" [{grammar}]" * (longest - 1)
         grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
-        self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=16000)
+        self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=SAMPLE_RATE)
         try:
             self._decoder.add_jsgf_string("answers", grammar)
             self._decoder.activate_search("answers")
@@ -197,8 +198,8 @@ class Sphinx:
 
     def transcribe(self, audio: Tensor, sample_rate: int, language: str = "en") -> str:
         """Recognise the words of a recording [S]; empty where the grammar fits nothing."""
-        if sample_rate != 16000:
-            audio = resample(audio, sample_rate, 16000)
+        if sample_rate != SAMPLE_RATE:
+            audio = resample(audio, sample_rate, SAMPLE_RATE)
         quiet = torch.zeros(4000)
         audio = torch.cat([quiet, audio / audio.abs().max().clamp_min(1e-3) * 0.7, quiet])
         self._decoder.reinit_feat()
@@ -208,9 +209,6 @@ class Sphinx:
         self._decoder.end_utt()
         best = self._decoder.hyp()
         return "" if best is None else " ".join(w.split("(")[0] for w in best.hypstr.split())
-
-
-RATE = 16000
 
 
 class ASR(Protocol):
@@ -233,7 +231,7 @@ class WhisperASR:
 
     def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
         """See `ASR`."""
-        return self._inner.transcribe(resample(audio, sample_rate, RATE), language)
+        return self._inner.transcribe(resample(audio, sample_rate, SAMPLE_RATE), language)
 
 
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
@@ -253,8 +251,8 @@ def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) 
 
 def describe(audio: Tensor, sample_rate: int) -> Tensor:
     """Compute log-mel frames [T, n_mels] of a recording [S], one every 20 ms, less their mean over time (channel and level)."""
-    if sample_rate != 16000:
-        audio = resample(audio, sample_rate, 16000)
+    if sample_rate != SAMPLE_RATE:
+        audio = resample(audio, sample_rate, SAMPLE_RATE)
     if audio.numel() < 800:
         audio = torch.nn.functional.pad(audio, (0, 800 - audio.numel()))
     mel = log_mel(audio)[:, ::2].T

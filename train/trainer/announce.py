@@ -50,8 +50,8 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
         _line("devices", f"{fabric.world_size} x {device}{strategy}, {config.fabric.precision}"),
     ]
     if profile:
-        place = Path(config.run_folder) / FOLDER
-        lines.append(_line("profile", f"{named_steps(profile)}: a trace for ui.perfetto.dev and a table, in {place}"))
+        traces = Path(config.run_folder) / FOLDER
+        lines.append(_line("profile", f"{named_steps(profile)}: a trace for ui.perfetto.dev and a table, in {traces}"))
     return lines
 
 
@@ -119,9 +119,9 @@ def end_lines(
     return lines + [_line(picture.stem, str(picture)) for picture in sorted(folder.glob("*.png"))]
 
 
-def lost_line(step: int, place: Path) -> str:
-    """A line that says what a run loses that ends at once after so many steps, with its checkpoints in `place`."""
-    saved = newest(place)
+def lost_line(step: int, parent: Path) -> str:
+    """A line that says how many steps a run loses that ends after `step`, with its checkpoints in `parent`."""
+    saved = newest(parent)
     lost = step - (int(saved.name[5:]) if saved is not None else 0)
     since = saved if saved is not None else "the start"
     if not lost:

@@ -79,7 +79,7 @@ class Balancing:
     def __init__(
         self,
         section: BalanceConfig,
-        given: Balanced,
+        balanced: Balanced,
         fabric: Fabric,
         module: Any,
         learning: Sequence[tuple[str, nn.Parameter]],
@@ -90,9 +90,9 @@ class Balancing:
         micro_batches: int,
         aligned: bool,
     ) -> None:
-        self.section, self.given, self.fabric, self.module, self.group = section, given, fabric, module, group
+        self.section, self.balanced, self.fabric, self.module, self.group = section, balanced, fabric, module, group
         self.targets, self.aligned = targets, aligned
-        self.names = list(streams if section.tasks == "streams" else given.names)
+        self.names = list(streams if section.tasks == "streams" else balanced.names)
         self.balancer = build(section, self.names)
         by_stream = section.tasks == "streams"
         shape = len(tasks), len(streams)
@@ -111,25 +111,25 @@ class Balancing:
         self._check(micro_batches)
 
     def _check(self, micro_batches: int) -> None:
-        method, at, kind = self.section.method, self.section.at, self.section.kind
-        if at == "features" and not any(p.requires_grad for p in self.given.encoder_parameters()):
+        method, at, spec = self.section.method, self.section.at, self.section.spec
+        if at == "features" and not any(p.requires_grad for p in self.balanced.encoder_parameters()):
             raise UserError(
                 f"balance.level is features, but nothing below the features is trainable, so that {method} would change "
                 "nothing; make encoder or projector trainable, or choose level parameters or loss"
             )
         if at == "parameters" and not self.shared:
             raise UserError("balance.separate names all trainable parameters; leave some to be shared")
-        if micro_batches % kind.parts:
+        if micro_batches % spec.parts:
             raise UserError(
-                f"balance.method {method} takes {spelt(kind.parts)} batches a step apart, and each process has "
-                f"{micro_batches}; make data.micro_batches {kind.parts * self.group.world}"
+                f"balance.method {method} takes {spelt(spec.parts)} batches a step apart, and each process has "
+                f"{micro_batches}; make data.micro_batches {spec.parts * self.group.world}"
             )
-        if kind.bilevel and micro_batches > 1:
+        if spec.bilevel and micro_batches > 1:
             raise UserError(
                 f"balance.method {method} takes one micro-batch a step in each process; make data.micro_batches "
                 f"{self.group.world}"
             )
-        if kind.bilevel and not self.given.outer:
+        if spec.bilevel and not self.balanced.outer:
             raise UserError(f"balance.method {method} judges by held-out rows, and the run has none")
 
     # --- a step -----------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Balancing:
         objective."""
         assert step.cells is not None
         now = _StepState(denominators, step.cells, progress, lr, add)
-        level, bilevel = self.section.at, self.section.kind.bilevel
+        level, bilevel = self.section.at, self.section.spec.bilevel
         large = level == "parameters" and not bilevel  # a state that holds gradients is not copied
         self.before = None if large else self.balancer.state_dict()
         levels = {"loss": self._by_losses, "features": self._by_features, "parameters": self._by_parameters}
@@ -172,9 +172,9 @@ class Balancing:
         elif after:
             assert isinstance(balancer, Balancer)
             with torch.no_grad(), torch.random.fork_rng(self._devices()):
-                found = [_own(self.module(batch, self.denominators, progress, task_losses)) for batch, task_losses in after]
+                losses = [_own(self.module(batch, self.denominators, progress, task_losses)) for batch, task_losses in after]
             reshard(self.module)
-            balancer.after(torch.stack(found).sum(0), self.group.sum)
+            balancer.after(torch.stack(losses).sum(0), self.group.sum)
         self.before = None
 
     def counts(self, cells: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ class Balancing:
         """How a pass of this step weighs the tasks; `graph` keeps the graph of each loss."""
         m = len(self.names)
         ratio = mean_factors(self.cell, now.cells, m) if self.section.losses == "mean" else None
-        kind = GraphLosses if graph else TaskLosses
-        return kind(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
+        loss_class = GraphLosses if graph else TaskLosses
+        return loss_class(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
 
     def _with_rest(self, weights: Tensor) -> Tensor:
         return torch.cat([weights.float(), torch.ones(1)])
@@ -221,7 +221,7 @@ class Balancing:
 
     def _by_losses(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         counts, device = self.counts(now.cells)[:-1], self.fabric.device
-        if self.section.kind.after is not None and self.section.kind.again(self.section.values):
+        if self.section.spec.after is not None and self.section.spec.again(self.section.values):
             batches = [batch.to(device) for batch in batches]
             self.after, self.denominators = [(batch, self._task_losses(now)) for batch in batches], now.denominators
         ahead = balancer.ahead()
@@ -245,7 +245,7 @@ class Balancing:
         return chosen or balancer.weights(own, counts, self.group.sum)
 
     def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> BalanceReport:
-        if not self.section.kind.again(self.section.values) and balancer.steps:
+        if not self.section.spec.again(self.section.values) and balancer.steps:
             balancer.after(losses, self.group.sum, counts)
         return balancer.weights(losses, counts, self.group.sum)
 
@@ -254,7 +254,7 @@ class Balancing:
         assert hook is not None
         hook.counts, hook.scale, hook.report = self.counts(now.cells)[:-1], float(self.group.world), None
         own = torch.zeros(len(self.names), device=self.fabric.device)
-        by_losses = self.section.kind.losses(self.section.values)
+        by_losses = self.section.spec.losses(self.section.values)
         for i, batch in enumerate(batches):
             with self._alone(i + 1 < len(batches)):
                 losses = self._pass(batch.to(self.fabric.device), self._task_losses(now, hook=hook), now)
@@ -265,27 +265,27 @@ class Balancing:
         return hook.report
 
     def _by_parameters(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
-        parts = balancer.config.kind.parts
+        parts = balancer.config.spec.parts
         groups = [batches[i * len(batches) // parts : (i + 1) * len(batches) // parts] for i in range(parts)]
         steps = [now] if parts == 1 else [self._part(group, now) for group in groups]
         counts = torch.stack([self.counts(step.cells)[:-1] for step in steps]).amin(0)
-        found, device = [], self.fabric.device
+        gathered, device = [], self.fabric.device
         for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
             here = [batch.to(device) for batch in group]
             passes = [lambda task, b=b, s=step, n=number: self._of_task(task, b, s, n == 0) for b in here]
-            found.append(
+            gathered.append(
                 balancer.gather(passes, self.shared, self.own, self.group.sum, self._backward, self._alone, present=counts > 0)
             )
-        (rows, rest, losses), others = found[0], [table for table, _, _ in found[1:]]
+        (rows, rest, losses), others = gathered[0], [table for table, _, _ in gathered[1:]]
         report = balancer.combine(losses, rows, self.shared, self.own, rest, self.group.sum, counts, others)
         self._rest(batches, now)
         return report
 
     def _part(self, batches: Sequence[Batch], now: _StepState) -> _StepState:
-        """The step as if it consisted of some of its micro-batches only: its counts are theirs."""
-        own = torch.stack([torch.cat([self.targets(b).double(), self.given.cells(b).double().flatten()]) for b in batches]).sum(
-            0
-        )
+        """The step with some of its micro-batches only, and their counts."""
+        own = torch.stack(
+            [torch.cat([self.targets(b).double(), self.balanced.cells(b).double().flatten()]) for b in batches]
+        ).sum(0)
         whole, plain = self.group.sum(own), len(now.denominators)
         denominators = whole[:plain].to(now.denominators)
         return _StepState(denominators, whole[plain:].view(now.cells.shape), now.progress, now.lr, now.add)
@@ -309,17 +309,17 @@ class Balancing:
 
     def _bilevel(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
         device, world, rank = self.fabric.device, self.group.world, self.group.rank
-        outers = [self.given.outer[(self.steps * world + i) % len(self.given.outer)] for i in range(world)]
-        cells = torch.stack([self.given.cells(b) for b in outers]).sum(0).double()
+        outers = [self.balanced.outer[(self.steps * world + i) % len(self.balanced.outer)] for i in range(world)]
+        cells = torch.stack([self.balanced.cells(b) for b in outers]).sum(0).double()
         denominators = torch.stack([self.targets(b) for b in outers]).sum(0).to(now.denominators)
         other = _StepState(denominators, cells, now.progress, now.lr, now.add)
         inside, outside = batches[0].to(device), outers[rank].to(device)
         both = torch.minimum(self.counts(now.cells), self.counts(cells))[:-1] > 0
         seen: list[Losses] = []
 
-        def losses_of(which: Batch, step: _StepState) -> Tensor:
+        def losses_of(batch: Batch, step: _StepState) -> Tensor:
             with torch.random.fork_rng(self._devices()):  # the same noise each time: only parameters differ
-                losses = self._pass(which, self._task_losses(step, graph=True), step, False)
+                losses = self._pass(batch, self._task_losses(step, graph=True), step, False)
             seen.append(losses)
             return torch.where(both.to(device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
 
@@ -327,7 +327,7 @@ class Balancing:
             lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr,
             self.group.sum, self._backward, lambda: reshard(self.module),
         )  # fmt: skip
-        if not self.section.kind.linear:
+        if not self.section.spec.linear:
             if bool(both.any()) and bool(report.absent.all()):  # gradients become NaN, so that the step is left out
                 for p in (*self.shared, *self.own):
                     p.grad = None if p.grad is None else p.grad * torch.nan

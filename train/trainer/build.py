@@ -94,9 +94,9 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     steps = NONE if profile is None else step_range(profile, config.budget)
     refuse_remote(config.run_folder, "run_folder", write=True)
     folder = Path(config.run_folder)
-    given, processes = config, ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data
+    configured, processes = config, ParallelDims.of(config.fabric, count_processes(config.fabric, os.environ)).data
     config, larger = config.shared_by(processes)  # as many micro-batches as they can share
-    check_resume(config, given)
+    check_resume(config, configured)
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
     check_devices(config.fabric)
     check_packages(config)
@@ -225,7 +225,7 @@ def build_loop(
     def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
-        counted = (0, None) if balance is None else (len(parts.tasks), balance.given.cells)
+        counted = (0, None) if balance is None else (len(parts.tasks), balance.balanced.cells)
         return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop, *counted)
 
     data_counts = DataCounts(folder, group, progress.say, parts.broken_limit)
@@ -245,10 +245,10 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
-    found = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
+    held_out_rows = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
     validator = build_validator(
         config.validation,
-        [row for _, rows in found for row in rows],
+        [row for _, rows in held_out_rows for row in rows],
         model.config,
         initial.tokenizer,
         initial.codec,
@@ -273,8 +273,8 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         if time is not None:
             extra[SPEECH_TIME] = time.plain()
         # The types of base and adapters may differ.
-        kind = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
-        plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), kind))
+        dtype = torch.bfloat16 if config.fabric.precision == "bf16-true" else torch.float32
+        plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), dtype))
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra, only_finite=True)
         return folder / MODEL
 
@@ -282,7 +282,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         assert validator is not None
         return validator(merged_state(model, weights), step)
 
-    held_out = build_held_out(found, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
+    held_out = build_held_out(held_out_rows, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
     check_metric(config, held_out)
     objective = Objective(model, config.objective, teacher)
     objective.compiled = config.fabric.compile
@@ -299,7 +299,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     balanced = None
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
-        outer = outer_batches(config, names, pipeline.maker) if config.balance.kind.bilevel else ()
+        outer = outer_batches(config, names, pipeline.maker) if config.balance.spec.bilevel else ()
         balanced = Balanced(names, cells, objective.encoder_parameters, outer)
     return Parts(
         objective=objective,

@@ -105,5 +105,5 @@ class Targets:
         is_due = torch.cat([self.batches * self.trained.any(1), self.batches @ self.trained.float()]) >= self.seen
         names = [name for name in compress(self.names, (is_due & ~has_targets).tolist()) if name not in self.reported]
         self.reported.update(names)
-        what = f"{shortlist(names)} got no target in {self.steps} steps ({self.examples} examples): nothing is trained there"
-        return [Finding("no_target", what, REMEDY, tensor=f"targets of {shortlist(names, 12)}")] if names else []
+        message = f"{shortlist(names)} got no target in {self.steps} steps ({self.examples} examples): nothing is trained there"
+        return [Finding("no_target", message, REMEDY, tensor=f"targets of {shortlist(names, 12)}")] if names else []

@@ -85,8 +85,8 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
         model = SpeechModel.unfilled(config)
     else:
         model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
-    place = codec_folder or (own if own.is_dir() else None)
-    return Initial(model.train(), tokenizer, loaded.codec, place, loaded.extra, loaded.config.encoder.fixed_length)
+    folder = codec_folder or (own if own.is_dir() else None)
+    return Initial(model.train(), tokenizer, loaded.codec, folder, loaded.extra, loaded.config.encoder.fixed_length)
 
 
 def shape_of(section: ModelSection) -> ModelConfig:
@@ -194,15 +194,15 @@ def apply_lora(
         group: the processes that all call this; all but the first may have the weights on the meta device.
     """
     linears = linears_of(model)
-    given = load_adapter(section.init_from) if section.init_from is not None else None
-    targets = list(given.pairs) if given is not None else list(section.targets)
+    adapter = load_adapter(section.init_from) if section.init_from is not None else None
+    targets = list(adapter.pairs) if adapter is not None else list(section.targets)
     chosen = match_names(
-        targets, list(linears), f"lora.init_from {section.init_from}" if given else "lora.targets", noun="linear"
+        targets, list(linears), f"lora.init_from {section.init_from}" if adapter else "lora.targets", noun="linear"
     )
     base = (
-        _checked(model, section, given, chosen)
+        _checked(model, section, adapter, chosen)
         if group is None
-        else group.broadcast(group.together(lambda: _checked(model, section, given, chosen)))
+        else group.broadcast(group.together(lambda: _checked(model, section, adapter, chosen)))
     )
     if section.quantize is not None:
         share = group.broadcast if group is not None and group.world > 1 else None
@@ -211,34 +211,34 @@ def apply_lora(
         biases = [f"{name}.bias" for name, linear in held.items() if linear.bias is not None]
         for name in match_names(section.trainable, biases, "lora.trainable", strict=False):  # bitsandbytes casts them in place
             held[name.removesuffix(".bias")].compute_dtype = torch.float32  # type: ignore[assignment]
-    if given is not None:
-        attach(model, {name: pair.float() for name, pair in given.modules().items()})
+    if adapter is not None:
+        attach(model, {name: pair.float() for name, pair in adapter.modules().items()})
     else:
         add_adapter(model, section)
     return base
 
 
-def _checked(model: nn.Module, section: LoRASection, given: AdapterWeights | None, chosen: Iterable[str]) -> int:
+def _checked(model: nn.Module, section: LoRASection, adapter: AdapterWeights | None, chosen: Iterable[str]) -> int:
     """Checks the weights below a given adapter and takes what it has beside its pairs; returns their checksum, 0 on meta."""
     if any(p.is_meta for p in model.parameters()):
         return 0
     base, linears = base_checksum(model, chosen), linears_of(model)
-    if given is not None:
-        check_base(given, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
-        replace_whole(model, given, f"lora.init_from {section.init_from}")
+    if adapter is not None:
+        check_base(adapter, lambda name: base_weight(linears[name]), f"lora.init_from {section.init_from}")
+        replace_whole(model, adapter, f"lora.init_from {section.init_from}")
     return base
 
 
-def save_lora(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, place: str | None) -> Path:
+def save_lora(folder: Path, model: nn.Module, state: Mapping[str, Tensor], base: int, base_model: str | None) -> Path:
     """Write the adapter of a run as a PEFT folder: its pairs and what was trained beside them, of a `state` with all values,
-    with the checksum of the weights below, and the `place` of the base model. NotFinite where a value is not."""
+    with the checksum of the weights below, and the address or folder of the `base_model`. NotFinite where a value is not."""
     whole = [name for name, p in model.named_parameters() if p.requires_grad and ".lora." not in name]
     weights = weights_of(model, state, whole, base)
-    pairs = {f"{name}.{which}": t for name, (a, b, _) in weights.pairs.items() for which, t in (("A", a), ("B", b))}
+    pairs = {f"{name}.{factor}": t for name, (a, b, _) in weights.pairs.items() for factor, t in (("A", a), ("B", b))}
     for name, tensor in (pairs | dict(weights.whole)).items():
         if not finite(tensor):
             raise NotFinite(name)
-    save_adapter(folder / ADAPTER, weights, base=place)
+    save_adapter(folder / ADAPTER, weights, base=base_model)
     return folder / ADAPTER
 
 
@@ -260,11 +260,11 @@ def teacher_of(config: FitConfig, model: SpeechModel, padded: bool) -> Teacher |
 def teacher_checksum(encoder: Encoder, group: ProcessGroup) -> int:
     """CRC-32 of an encoder's weights, of which all processes but the first may lack the values."""
 
-    def found() -> int:
+    def checksum() -> int:
         value = 0
         for name, tensor in encoder.state_dict().items():
             value = crc_of(tensor, zlib.crc32(name.encode(), value))
         return value
 
-    value: int = group.broadcast(group.run_on_first(found) or 0)
+    value: int = group.broadcast(group.run_on_first(checksum) or 0)
     return value

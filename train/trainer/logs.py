@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ from train.data.batching.unused import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import ExampleLosses
-
-if TYPE_CHECKING:
-    from train.distributed.process_group import ProcessGroup
-
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
@@ -66,8 +62,8 @@ class CsvTable:
             os.close(handle)
 
     def _place(self, column: str) -> int:
-        kind = column.partition("/")[0]
-        return self.kinds.index(kind) if kind in self.kinds else -1
+        prefix = column.partition("/")[0]
+        return self.kinds.index(prefix) if prefix in self.kinds else -1
 
     def _line(self, row: Mapping[str, float]) -> str:
         text = io.StringIO()
@@ -157,31 +153,31 @@ class DataCounts:
 
         `unused.csv` is written again where more rows are left out.
         """
-        own, kinds = list(shards) if self.group.counts else [], ("skipped", "broken")
+        own, counters = list(shards) if self.group.counts else [], ("skipped", "broken")
         out: dict[str, float] = {}
         for source, of in self.trained(own).items():
             name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
             out |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
-        each = self.group.gather([sum(shard.get(kind, 0) for shard in own) for kind in kinds])
-        numbers = [sum(of) for of in zip(*each, strict=True)]
-        if sum(numbers) != self.number:
-            self.number = sum(numbers)
+        each = self.group.gather([sum(shard.get(counter, 0) for shard in own) for counter in counters])
+        totals = [sum(of) for of in zip(*each, strict=True)]
+        if sum(totals) != self.number:
+            self.number = sum(totals)
             self._report([shard.get("counts", {}) for shard in own])
-        return out | {f"rows_{kind}": number for kind, number in zip(kinds, numbers, strict=True) if number}
+        return out | {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
 
     def trained(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, Trained]:
-        """What has been trained of each source since the start of the run, in their order; all processes must call it, with the
-        states of their packers."""
+        """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call it,
+        with the states of their packers."""
         own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in (shards if self.group.counts else ())]
-        found = Counts.joined(one for of in self.group.gather(own) for one in of).trained
-        return dict(sorted(found.items()))
+        sums = Counts.joined(counts for of in self.group.gather(own) for counts in of).trained
+        return dict(sorted(sums.items()))
 
     def check(self) -> None:
         """Refuse data of which too many are broken (UserError), in all processes alike."""
         self.counts.check(self.limit)
 
     def _report(self, own: list[Mapping[str, Any]]) -> None:
-        known, self.counts = self.counts.unused, Counts.joined(one for of in self.group.gather(own) for one in of)
+        known, self.counts = self.counts.unused, Counts.joined(counts for of in self.group.gather(own) for counts in of)
         for key, line in self.counts.lines().items():
             if key not in known:
                 self.say(f"{line}; see {self.folder / UNUSED}")
@@ -239,7 +235,7 @@ class HighestLosses:
         self.count, self.file, self.group = count, folder / HIGHEST, group
         self.options = (ExampleLosses(),) if count else ()  # last arguments of the objective
         self.step = 0
-        self.found: dict[tuple[str, str], NamedLoss] = {}
+        self.named: dict[tuple[str, str], NamedLoss] = {}
         self._waiting: deque[tuple[int, Tensor, Sequence[tuple[str, str]]]] = deque()
 
     def add(self, losses: Losses, batch: Batch) -> None:
@@ -255,13 +251,13 @@ class HighestLosses:
             return
         own = self._highest()
         self._waiting.clear()
-        new = [one for of in self.group.gather(own) for one in of]
-        for one in sorted(new, key=lambda one: one.step):
-            self.found[one.row, one.task] = one
-        self.found = {key: one for key, one in self.found.items() if one.step > self.step - WINDOW}
+        new = [example for of in self.group.gather(own) for example in of]
+        for example in sorted(new, key=lambda example: example.step):
+            self.named[example.row, example.task] = example
+        self.named = {key: example for key, example in self.named.items() if example.step > self.step - WINDOW}
         if new and self.group.first:
             with replacing(self.file) as part:  # without waiting for the disk: the next row of the log writes it again
-                part.write_text("".join(f"{one.line()}\n" for one in nlargest(self.count, self.found.values())))
+                part.write_text("".join(f"{example.line()}\n" for example in nlargest(self.count, self.named.values())))
 
     def _highest(self) -> list[NamedLoss]:
         """The highest of this process since the last `write`."""
@@ -270,7 +266,7 @@ class HighestLosses:
         sums, counts = torch.cat([values for _, values, _ in self._waiting], dim=1)
         means = (sums / counts.clamp_min(1)).nan_to_num(math.inf)
         top = means.topk(min(self.count, len(means)))
-        found = torch.stack([x.double() for x in (top.values, counts[top.indices], top.indices)]).tolist()
+        columns = torch.stack([x.double() for x in (top.values, counts[top.indices], top.indices)]).tolist()
         names = [(*name, step) for step, _, names in self._waiting for name in names]
-        each = [(loss, round(targets), names[round(at)]) for loss, targets, at in zip(*found, strict=True) if targets]
+        each = [(loss, round(targets), names[round(at)]) for loss, targets, at in zip(*columns, strict=True) if targets]
         return [NamedLoss(loss, row, task, targets, step) for loss, targets, (row, task, step) in each]

@@ -168,7 +168,7 @@ class Loop:
         except KeyboardInterrupt:  # the second Ctrl-C
             self.checkpointer.close(wait=False)
             self.progress.close()
-            self.progress.say_apart(lost_line(position.step, self.checkpointer.place))
+            self.progress.say_apart(lost_line(position.step, self.checkpointer.parent))
             raise
         finally:
             self.profiler.stop()

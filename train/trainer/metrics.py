@@ -182,11 +182,9 @@ class BalanceTally:
 
     def figures(self) -> dict[str, float]:
         """The row of the log; the sums start again from zero."""
-        found = {
-            name: total if name.startswith(("absent/", "zero/")) else total / n for name, (total, n) in self.values.items()
-        }
+        row = {name: total if name.startswith(("absent/", "zero/")) else total / n for name, (total, n) in self.values.items()}
         self.values = {}
-        return found
+        return row
 
 
 class StepFlops:

@@ -107,36 +107,36 @@ class Callback:
         """Called when a start of the run ends: finished, with its model exported, or stopped by a signal."""
 
 
-Kind = TypeVar("Kind", bound=type[Callback])
+CallbackClass = TypeVar("CallbackClass", bound=type[Callback])
 
 CALLBACKS: Registry[type[Callback]] = Registry(
-    "callback", "a subclass of Callback", lambda kind: isinstance(kind, type) and issubclass(kind, Callback)
+    "callback", "a subclass of Callback", lambda value: isinstance(value, type) and issubclass(value, Callback)
 )
 """Callbacks by name."""
 
 
-def register_callback(name: str) -> Callable[[Kind], Kind]:
+def register_callback(name: str) -> Callable[[CallbackClass], CallbackClass]:
     """A decorator for a subclass of `Callback`; a run takes it by `callbacks: [name]`."""
 
-    def register(kind: Kind) -> Kind:
-        CALLBACKS.add(name, kind)
-        unknown = [method for method in vars(kind) if method.startswith("on_") and not hasattr(Callback, method)]
+    def register(callback_class: CallbackClass) -> CallbackClass:
+        CALLBACKS.add(name, callback_class)
+        unknown = [method for method in vars(callback_class) if method.startswith("on_") and not hasattr(Callback, method)]
         if unknown:
             raise UserError(f"callback {name}: {unknown[0]} is never called; {closest(unknown[0], EVENTS)}")
-        kind.name = name
-        return kind
+        callback_class.name = name
+        return callback_class
 
     return register
 
 
-def build_callbacks(kinds: Sequence[type[Callback]], folder: Path) -> list[Callback]:
+def build_callbacks(callback_classes: Sequence[type[Callback]], folder: Path) -> list[Callback]:
     """The callbacks of a run in a folder; UserError, naming it, where one cannot be made."""
     made = []
-    for kind in kinds:
+    for callback_class in callback_classes:
         try:
-            made.append(kind(folder))
+            made.append(callback_class(folder))
         except (Exception, SystemExit) as error:
-            raise UserError(f"callback {kind.name} cannot be made: {type(error).__name__}: {error}") from error
+            raise UserError(f"callback {callback_class.name} cannot be made: {type(error).__name__}: {error}") from error
     return made
 
 

@@ -89,11 +89,11 @@ def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[
     """Draw the spectrograms of a question (samples [S] and their rate; None where it was asked in writing) and its answer,
     one above the other on the same axes, titled by their texts."""
     sounds = [("question", asked, question), ("answer", said, answer)]
-    present = [(kind, text, sound) for kind, text, sound in sounds if sound is not None]
+    present = [(side, text, sound) for side, text, sound in sounds if sound is not None]
     top = min(8000, max(rate // 2 for _, _, (_, rate) in present))
     longest = max(len(samples) / rate for _, _, (samples, rate) in present)
     with drawn(file, len(present), 1, (8, 2.6 * len(present) + 0.4), sharex=True) as axes:
-        for axis, (kind, text, (samples, rate)) in zip(axes[:, 0], present, strict=True):
+        for axis, (side, text, (samples, rate)) in zip(axes[:, 0], present, strict=True):
             power, seconds = spectrogram(samples, rate)
             axis.imshow(
                 power, origin="lower", aspect="auto", cmap="magma", vmin=power.max() - 70, vmax=power.max(),
@@ -101,7 +101,7 @@ def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[
             )  # fmt: skip
             axis.grid(False)
             axis.set(facecolor="black", ylabel="kHz", ylim=(0, top / 1000), xlim=(0, longest))
-            axis.set_title(f"{kind}: {printable(text)}")
+            axis.set_title(f"{side}: {printable(text)}")
         axes[-1, 0].set_xlabel("seconds")
     return file
 
@@ -126,24 +126,24 @@ def balance(folder: Path) -> Path | None:
     """Draw `balance.png` from a folder's `balance.csv`; a panel for each kind of figure that it has. None before there is a
     row."""
     rows = read_table(folder / BALANCE)
-    kinds = [kind for kind in PANELS if rows and any(name.startswith(f"{kind}/") for name in rows[0])]
-    if not kinds:
+    figures = [figure for figure in PANELS if rows and any(name.startswith(f"{figure}/") for name in rows[0])]
+    if not figures:
         return None
-    size = (8, 2.6 * len(kinds) + 0.4)
-    with drawn(folder / PICTURE, len(kinds), 1, size, {"ncols": 3}, sharex=True) as axes:
-        for kind, axis in zip(kinds, axes[:, 0], strict=True):
-            names = [name for name in rows[0] if name.startswith(f"{kind}/")]
+    size = (8, 2.6 * len(figures) + 0.4)
+    with drawn(folder / PICTURE, len(figures), 1, size, {"ncols": 3}, sharex=True) as axes:
+        for figure, axis in zip(figures, axes[:, 0], strict=True):
+            names = [name for name in rows[0] if name.startswith(f"{figure}/")]
             for i, name in enumerate(names):
                 points = [(row["step"], row[name]) for row in rows if row[name] == row[name]]
                 if points:
-                    label, marker = name.removeprefix(f"{kind}/").replace("/", " and "), "o" if len(points) == 1 else ""
+                    label, marker = name.removeprefix(f"{figure}/").replace("/", " and "), "o" if len(points) == 1 else ""
                     axis.plot(*zip(*points, strict=True), color=f"C{i}", label=label, linewidth=1.2, marker=marker)
-            if kind == "norm":
+            if figure == "norm":
                 _log_if_wide(axis, [row[name] for row in rows for name in names if row[name] > 0])
-            if kind == "cosine":
+            if figure == "cosine":
                 axis.set_ylim(-1.05, 1.05)
                 axis.axhline(0, color=INK, linewidth=0.6)
-            axis.set_ylabel(PANELS[kind])
+            axis.set_ylabel(PANELS[figure])
         axes[-1, 0].set_xlabel("step")
         axes[0, 0].set_title(f"{folder.resolve().name}: balance of the tasks")
     return folder / PICTURE
@@ -154,5 +154,5 @@ def pictures(folder: Path) -> dict[str, Path]:
     curves(folder)
     balance(folder)
     files = {"curves": CURVES, "spectrogram": SPECTROGRAMS, "balance": PICTURE}
-    found = {name: folder / file for name, file in files.items()}
-    return {name: file for name, file in found.items() if file.exists()}
+    paths = {name: folder / file for name, file in files.items()}
+    return {name: file for name, file in paths.items() if file.exists()}

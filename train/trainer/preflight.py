@@ -85,18 +85,18 @@ def check_start(config: FitConfig) -> list[str]:
     return notes
 
 
-def check_resume(config: FitConfig, given: FitConfig | None = None) -> None:
+def check_resume(config: FitConfig, configured: FitConfig | None = None) -> None:
     """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of
     the run's last checkpoint, before a model is built. `given` is the configuration before the processes made its batch
     larger."""
     folder = Path(config.run_folder)
     retention.check_run_folder(folder, config.resume == "restart")
-    found = retention.newest(folder / "checkpoints")
-    if found is None or config.resume not in ("auto", "extend"):
+    checkpoint = retention.newest(folder / "checkpoints")
+    if checkpoint is None or config.resume not in ("auto", "extend"):
         return
-    before = retention.read_state(found)["config"]
+    before = retention.read_state(checkpoint)["config"]
     count, now = before.get("data", {}).get("micro_batches"), config.data.micro_batches
-    if given is not None and now != count == given.data.micro_batches:
+    if configured is not None and now != count == configured.data.micro_batches:
         raise UserError(
             f"the processes cannot share data.micro_batches {count} evenly and would take {now}, but the run in {folder} was "
             f"started with {count}; start a number of processes that divides it, or give --resume force"
@@ -109,8 +109,8 @@ def check_packages(config: FitConfig) -> None:
     rules = {config.optimizer.name, *(group.rule for group in config.optimizer.groups)}
     wanted = {"optimizer paged_adamw_8bit": "paged_adamw_8bit" in rules}
     wanted["a quantised base"] = config.lora is not None and config.lora.quantize is not None
-    for what in [what for what, needed in wanted.items() if needed and find_spec("bitsandbytes") is None]:
-        raise UserError(f"{what} needs the package bitsandbytes: pip install bitsandbytes")
+    for user in [user for user, needed in wanted.items() if needed and find_spec("bitsandbytes") is None]:
+        raise UserError(f"{user} needs the package bitsandbytes: pip install bitsandbytes")
     if config.log.wandb and find_spec("wandb") is None:
         raise UserError("log.wandb needs the package wandb: pip install wandb, or leave it out")
 
@@ -155,23 +155,23 @@ class _Problems:
 def check_devices(fabric: FabricConfig) -> None:
     """Refuses (UserError) devices that this machine lacks, and more processes than its CPU can run; processes that torchrun or
     srun has started are not counted."""
-    kind, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
-    if not gpus and (kind == "cuda" or (kind == "gpu" and not mac)):
-        raise UserError(f"fabric.accelerator is {kind}, but PyTorch finds no GPU here; use cpu, or auto")
-    on_cpu = kind == "cpu" or (kind == "auto" and not gpus and not mac)
+    wanted, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
+    if not gpus and (wanted == "cuda" or (wanted == "gpu" and not mac)):
+        raise UserError(f"fabric.accelerator is {wanted}, but PyTorch finds no GPU here; use cpu, or auto")
+    on_cpu = wanted == "cpu" or (wanted == "auto" and not gpus and not mac)
     if on_cpu and fabric.precision == "16-mixed":
         raise UserError("fabric.precision is 16-mixed, which a CPU does not compute in; use bf16-mixed, or 32-true")
     if on_cpu and (str(fabric.devices) == "-1" or "," in str(fabric.devices)):
         raise UserError(f"fabric.devices is {fabric.devices}; on a CPU give a number of processes, or auto")
     started = not {"TORCHELASTIC_RUN_ID", "SLURM_NTASKS"}.isdisjoint(os.environ)
-    if started or fabric.processes is None or kind not in ("auto", "cpu", "cuda", "gpu") or (mac and kind != "cpu"):
+    if started or fabric.processes is None or wanted not in ("auto", "cpu", "cuda", "gpu") or (mac and wanted != "cpu"):
         return
-    on_gpu, listed = gpus > 0 and kind != "cpu", [int(device) for device in str(fabric.devices).split(",")]
+    on_gpu, listed = gpus > 0 and wanted != "cpu", [int(device) for device in str(fabric.devices).split(",")]
     most = gpus if on_gpu else max(8, PROCESSES_A_CORE * (os.cpu_count() or 1))
     fits = all(0 <= device < most for device in listed) if len(listed) > 1 else 1 <= listed[0] <= most
     if not fits:
-        there = f"{gpus} GPU(s)" if on_gpu else f"{os.cpu_count()} core(s), for at most {most} processes"
-        raise UserError(f"fabric.devices is {fabric.devices}, but there are {there} here; give a number from 1 to {most}")
+        available = f"{gpus} GPU(s)" if on_gpu else f"{os.cpu_count()} core(s), for at most {most} processes"
+        raise UserError(f"fabric.devices is {fabric.devices}, but there are {available} here; give a number from 1 to {most}")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------------
@@ -197,10 +197,10 @@ def _check_model_files(config: FitConfig, problems: _Problems) -> None:
 
 def _check_data_files(data: DataConfig, problems: _Problems) -> None:
     for i, source in enumerate(data.sources):
-        for name, place in (*(("path", folder) for folder in source.folders), ("held_out", source.held_out)):
-            if isinstance(place, str) and not (source.kind == "stream" and name == "path"):
+        for name, path in (*(("path", folder) for folder in source.folders), ("held_out", source.held_out)):
+            if isinstance(path, str) and not (source.kind == "stream" and name == "path"):
                 with problems.of(f"data.sources.{i}.{name}"):
-                    find_files(place)
+                    find_files(path)
         with problems.of(f"data.sources.{i}"):
             source.made.check()
     augment = data.augment
@@ -220,8 +220,8 @@ def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list
             stream = source.kind == "stream"
             first = source.folders[0]
             rows = StreamSource(first, source.read).sample(ROWS) if stream else sample_rows(first)
-            found = missing_parts(rows, source.mixtures, heard_only)
-            for task, part, count in [(task, part, n) for task, parts in found.items() for part, n in parts.items()]:
+            missing = missing_parts(rows, source.mixtures, heard_only)
+            for task, part, count in [(task, part, n) for task, parts in missing.items() for part, n in parts.items()]:
                 looked = f"{len(rows)} rows looked at in {first}"
                 if count == len(rows):
                     way = "" if heard_only else "; the encoder alone needs only their sound (objective.align_first 1)"

@@ -25,18 +25,18 @@ TOP = 25
 NONE = range(0)
 
 
-def step_range(given: str, budget: BudgetConfig) -> range:
+def step_range(text: str, budget: BudgetConfig) -> range:
     """The steps of a run that `FIRST:LAST` names; UserError for anything else, or where they lie beyond the budget."""
-    named = re.fullmatch(r"([0-9]+):([0-9]+)", given) if isinstance(given, str) else None
+    named = re.fullmatch(r"([0-9]+):([0-9]+)", text) if isinstance(text, str) else None
     way = "give the first and the last step, such as 10:15"
     if named is None:
-        raise UserError(f"profile is {given!r}; {way}")
+        raise UserError(f"profile is {text!r}; {way}")
     first, last = int(named[1]), int(named[2])
     if not 1 <= first <= last:
         why = "steps are counted from 1" if first < 1 else "the first comes after the last"
-        raise UserError(f"profile is {given}, but {why}; {way}")
+        raise UserError(f"profile is {text}, but {why}; {way}")
     if budget.steps is not None and last > budget.steps:
-        raise UserError(f"profile is {given}, but budget.steps is {budget.steps}; name steps of the run")
+        raise UserError(f"profile is {text}, but budget.steps is {budget.steps}; name steps of the run")
     return range(first, last + 1)
 
 
@@ -56,8 +56,8 @@ class StepProfiler:
         """Says which of the steps lie before this start of the run, whose first step has this number."""
         left = range(max(first, self.steps.start), self.steps.stop)
         if len(left) < len(self.steps):
-            what = f"only {named_steps(left)} can be profiled" if left else f"{named_steps(self.steps)} cannot be profiled"
-            self.say(f"this start begins at step {first}: {what}")
+            message = f"only {named_steps(left)} can be profiled" if left else f"{named_steps(self.steps)} cannot be profiled"
+            self.say(f"this start begins at step {first}: {message}")
         self.steps = left
 
     def begin(self, step: int) -> None:
@@ -140,7 +140,7 @@ def files_of(steps: range, folder: Path, number: int = 1) -> tuple[Path, Path]:
 
 
 def free_files(steps: range, folder: Path) -> tuple[Path, Path]:
-    """The first of `files_of` of which there is none yet."""
+    """The first of `files_of` that does not exist yet."""
     every = (files_of(steps, folder, number) for number in count(1))
     return next(files for files in every if not any(file.exists() for file in files))
 

@@ -102,13 +102,13 @@ class Usage:
         state = self.optimizer.state
         if self._parts[0] != len(state):
             values = [value for of in state.values() for value in of.values() if isinstance(value, Tensor)]
-            found = {
+            sizes = {
                 "weights": bytes_of([*self.objective.parameters(), *self.objective.buffers()]),
                 "gradients": bytes_of(state),
                 "optimizer": bytes_of(values),
                 "average": bytes_of(self.average.values.values() if self.average is not None else ()),
             }
-            self._parts = len(state), found
+            self._parts = len(state), sizes
         return self._parts[1]
 
     def peak(self) -> int:
@@ -144,9 +144,9 @@ def is_worker_lost(error: BaseException) -> bool:
 
 def worker_lost(error: BaseException, step: int, rank: int) -> LostError:
     """The error of a run whose data worker has died in a step."""
-    found = re.search(r"\(pid\S* (\d+)", str(error))
+    match = re.search(r"\(pid\S* (\d+)", str(error))
     return LostError(
-        f"step {step}: a data worker{f' (pid {found[1]})' if found else ''} of process {rank} was killed, for lack of memory "
+        f"step {step}: a data worker{f' (pid {match[1]})' if match else ''} of process {rank} was killed, for lack of memory "
         f"perhaps: fewer data.workers, or a smaller data.prefetch, take less; {AGAIN}"
     )
 
@@ -162,11 +162,11 @@ def out_of_memory(
 ) -> OutOfMemory:
     """The error that explains another one: what was asked for, what there is, what the run holds (unless it is not built
     yet), its last checkpoint, and the step that was being taken, if any."""
-    found = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
-    asked = f"{_size(float(found[1]) * UNITS[found[2]])} were asked for" if found is not None else "the request has no size"
+    match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
+    asked = f"{_size(float(match[1]) * UNITS[match[2]])} were asked for" if match is not None else "the request has no size"
     on_gpu = device.type == "cuda" and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error)
-    there, limit = _room(device if on_gpu else None)
-    lines = [f"memory ran out{'' if step is None else f' in step {step}'}: {asked}; {there}"]
+    room, limit = _room(device if on_gpu else None)
+    lines = [f"memory ran out{'' if step is None else f' in step {step}'}: {asked}; {room}"]
     if usage is not None:
         gradients = [p.grad for p in usage.objective.parameters() if p.grad is not None]
         parts = usage.parts() | {"gradients": bytes_of(gradients)}  # those that there are just now

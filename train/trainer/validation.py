@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from omni.audio.io import SAMPLE_RATE
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -39,16 +40,12 @@ from train.data.rows.row import Row
 from train.data.sources.mixture import Mixture, TaskMixture
 from train.distributed.fabric import reshard
 from train.distributed.process_group import ProcessGroup
-from train.eval.held_out import SAMPLE_RATE, HeldOutReport, Item, evaluate, items_of, spoken, write_answers
+from train.eval.held_out import HeldOutReport, Item, evaluate, items_of, spoken, write_answers
 from train.objective.objective import HEADS, Losses
 from train.optim.optimizer import Average
 from train.trainer.metrics import means
 from train.trainer.plots import SPECTROGRAMS, spectrograms
 from train.trainer.signals import break_off
-
-if TYPE_CHECKING:
-    from train.config.run import FitConfig
-
 
 ANSWERS = "validation"
 OUTER_ROWS = 64
@@ -80,10 +77,10 @@ class Validator:
 
     def _show(self, report: HeldOutReport, step: int) -> None:
         write_answers(report, self.folder / ANSWERS / f"step-{step:08d}.jsonl")
-        found = spoken(report, self.codec) if self.codec is not None else None
-        if found is None or self.codec is None:
+        chosen = spoken(report, self.codec) if self.codec is not None else None
+        if chosen is None or self.codec is None:
             return
-        judged, sound = found
+        judged, sound = chosen
         question = judged.item.question
         spectrograms(
             self.folder / SPECTROGRAMS,
@@ -134,7 +131,7 @@ class HeldOut:
 
 
 def build_held_out(
-    found: Sequence[tuple[SourceConfig, Sequence[Row]]],
+    rows_by_source: Sequence[tuple[SourceConfig, Sequence[Row]]],
     packing: PackingConfig,
     maker: ExampleMaker,
     rank: int,
@@ -149,24 +146,24 @@ def build_held_out(
     own: list[Batch] = []
     made, examples = 0, 0
     for made, rows in enumerate(
-        _groups(_packed(_examples(found, packing, plain_maker, broken), packing), packing.rows), start=1
+        _groups(_packed(_examples(rows_by_source, packing, plain_maker, broken), packing), packing.rows), start=1
     ):
         examples += sum(map(len, rows))
         if (made - 1) % world == rank:
             own.append(assemble(rows, packing.length, layout, bands, {}))
     if len(own) < -(-made // world):
         own.append(assemble([[] for _ in range(packing.rows)], packing.length, layout, bands, {}))
-    return HeldOut(own, sum(len(rows) for _, rows in found), examples, broken or {})
+    return HeldOut(own, sum(len(rows) for _, rows in rows_by_source), examples, broken or {})
 
 
 def _examples(
-    found: Sequence[tuple[SourceConfig, Sequence[Row]]],
+    rows_by_source: Sequence[tuple[SourceConfig, Sequence[Row]]],
     packing: PackingConfig,
     maker: ExampleMaker,
     broken: dict[str, str] | None,
 ) -> Iterator[Example]:
     """Each row once for every task that its source trains, or for its own."""
-    for number, (source, row) in enumerate((source, row) for source, rows in found for row in rows):
+    for number, (source, row) in enumerate((source, row) for source, rows in rows_by_source for row in rows):
         prepared = Prepared(row, (0, number))  # its sound is read once for all tasks
         for name in [row.task] if row.task else [name for name, weight in source.tasks.items() if weight > 0]:
             if any(turn.lacks(find_task(name), maker.heard_only) for turn in row.turns):
@@ -222,7 +219,7 @@ def held_out_loss(
     """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task, of the
     average where there is one. All processes must call it, with equally many batches."""
     cells = len(tasks) * len(streams)
-    found = torch.zeros(2 * cells + 2 * HEADS, dtype=torch.float64)
+    totals = torch.zeros(2 * cells + 2 * HEADS, dtype=torch.float64)
     ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
     with evaluated(objective, average):
         for batch in batches:
@@ -231,11 +228,11 @@ def held_out_loss(
             heads = (losses.ctc_sum, losses.ctc_count, *turns, *distilled)
             alone = [torch.zeros(1) if part is None else part[None] for part in heads]
             parts = (losses.sums.flatten(), losses.counts.flatten(), *alone)
-            found += torch.cat([part.to("cpu", torch.float64) for part in parts])
-    found = group.sum(found)
-    sums, counts = found[: 2 * cells].view(2, len(tasks), len(streams))
+            totals += torch.cat([part.to("cpu", torch.float64) for part in parts])
+    totals = group.sum(totals)
+    sums, counts = totals[: 2 * cells].view(2, len(tasks), len(streams))
     whole = {"loss": float(sums.sum() / counts.sum())} if counts.sum() > 0 else {}
-    tails = zip(("loss/alignment", "loss/turn", "loss/distill"), found[2 * cells :].view(HEADS, 2), strict=True)
+    tails = zip(("loss/alignment", "loss/turn", "loss/distill"), totals[2 * cells :].view(HEADS, 2), strict=True)
     aligned = {name: float(own[0] / own[1]) for name, own in tails if own[1] > 0}
     return {**whole, **means(sums, counts, tasks, streams), **aligned}
 

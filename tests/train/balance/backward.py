@@ -77,7 +77,7 @@ def _through(
 
 def _channels(balancer: Balancer, features: Tensor, gradients: Tensor) -> Tensor:
     """A gradient of features [..., C] summed over positions, [C] fp32; for methods with `signs` times the features' signs."""
-    signed = gradients.float() * features.detach().sign() if balancer.config.kind.signs else gradients.float()
+    signed = gradients.float() * features.detach().sign() if balancer.config.spec.signs else gradients.float()
     return signed.reshape(-1, features.shape[-1]).sum(0)
 
 

@@ -24,7 +24,7 @@ def losses(w: Tensor, table: Tensor) -> Tensor:
 
 
 def made(method: str, **settings: Any) -> tuple[Bilevel, nn.Parameter]:
-    bilevel = build(BalanceConfig.of(method, **settings), NAMES)
+    bilevel = build(BalanceConfig(method, settings=settings), NAMES)
     assert isinstance(bilevel, Bilevel)
     return bilevel, nn.Parameter(torch.linspace(-0.5, 0.7, 5).double())
 

@@ -26,9 +26,9 @@ def test_every_method_is_made_at_its_levels_and_refused_at_the_others(method: st
 def test_settings(method: str) -> None:
     """Defaults are within their own bounds; what is not a setting of the method is refused."""
     settings = {name: setting.default for name, setting in METHODS[method].settings.items()}
-    assert BalanceConfig(method, settings=settings).values == settings == BalanceConfig.of(method).values
+    assert BalanceConfig(method, settings=settings).values == settings == BalanceConfig(method).values
     with pytest.raises(UserError, match=f"balance.settings.temprature is unknown to method {method}"):
-        BalanceConfig.of(method, temprature=1.0)
+        BalanceConfig(method, settings={"temprature": 1.0})
     for name in settings:
         for wrong in (float("nan"), float("inf"), -100.0, True, "much", None):
             with pytest.raises(UserError, match=f"balance.settings.{name} is {wrong!r}"):

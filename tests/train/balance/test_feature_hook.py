@@ -75,7 +75,7 @@ def test_bf16() -> None:
 
 def test_micro_batches_move_the_state_once() -> None:
     """The last one's choice is by all of the step's rows, as if it had been one batch."""
-    config = BalanceConfig.of("excessmtl", "features", step_size=0.5)
+    config = BalanceConfig("excessmtl", "features", {"step_size": 0.5})
     whole, parts = FeatureHook(Balancer(config, NAMES)), FeatureHook(Balancer(config, NAMES))
     for _ in range(2):
         Net(whole)(inputs())[0].sum().backward()

@@ -28,7 +28,7 @@ def rows(seed: int = 0, tasks: int = 3, width: int = 40) -> Tensor:
 
 def combine(method: str, table: Tensor, losses: Tensor = LOSSES, steps: int = 1, **settings: Any) -> tuple[Tensor, Any]:
     """The combined gradient after a number of steps with the same rows, and the last report."""
-    balancer = Balancer(BalanceConfig.of(method, "parameters", **settings), NAMES[: len(table)])
+    balancer = Balancer(BalanceConfig(method, "parameters", settings), NAMES[: len(table)])
     others = [Rows(table) for _ in range(METHODS[method].batches - 1)]
     for _ in range(steps):
         p = nn.Parameter(torch.zeros(table.shape[1], dtype=table.dtype))
@@ -91,7 +91,7 @@ def test_upgrad_conflicts_with_nobody(seed: int) -> None:
 
 def test_excessmtl_outlives_a_first_step_without_measure() -> None:
     """A risk a million times that of the first step takes all weight, and what is no number stays out."""
-    balancer = Balancer(BalanceConfig.of("excessmtl", "parameters"), NAMES[:2])
+    balancer = Balancer(BalanceConfig("excessmtl", "parameters"), NAMES[:2])
     for step in range(4):
         table = rows(1, 2) * torch.tensor([1.0, 1.0 if step else 1e-9])[:, None]
         report = balancer.combine(LOSSES[:2], Rows(table), [nn.Parameter(torch.zeros(40))])

@@ -15,7 +15,7 @@ LOSSES = torch.tensor([0.5, 2.0, 1.2], dtype=torch.float64)
 
 
 def balancer(method: str, **settings: float) -> Balancer:
-    return Balancer(BalanceConfig.of(method, "loss", **settings), NAMES)
+    return Balancer(BalanceConfig(method, "loss", settings), NAMES)
 
 
 def test_random_weights_are_drawn_once_a_step() -> None:
@@ -37,7 +37,7 @@ def test_random_weights_are_drawn_once_a_step() -> None:
 @pytest.mark.parametrize("method", [m for m in of_level("loss") if METHODS[m].batches == 1])
 def test_ahead_is_what_the_step_then_uses(method: str) -> None:
     """Micro-batches may be run through with it before the step's losses are known; asking changes nothing."""
-    own = Balancer(BalanceConfig.of(method, **({"window": 1} if method == "dwa" else {})), NAMES)
+    own = Balancer(BalanceConfig(method, settings={"window": 1} if method == "dwa" else {}), NAMES)
     for step in range(4):
         known = own.ahead()
         assert (known is not None) == METHODS[method].ahead
@@ -49,7 +49,7 @@ def test_ahead_is_what_the_step_then_uses(method: str) -> None:
 @pytest.mark.parametrize("how", ["nan", "no target"])
 def test_an_absent_task_is_left_out(method: str, how: str) -> None:
     """Its weight is 0, it is counted, its state stays, and the others are combined as if it did not exist."""
-    own = Balancer(BalanceConfig.of(method, **({"window": 1} if method == "dwa" else {})), NAMES)
+    own = Balancer(BalanceConfig(method, settings={"window": 1} if method == "dwa" else {}), NAMES)
     for _ in range(2):
         own.weights(LOSSES)
     before = {name: value.clone() for name, value in own.state.values.items()}

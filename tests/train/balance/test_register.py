@@ -20,7 +20,7 @@ from train.balance.balancer import Chooser
 from train.balance.bilevel import BilevelStep, OuterGradient
 from train.balance.config import BalanceConfig
 from train.balance.registry import METHODS, Setting, register_method
-from train.balance.rows import Given, MethodChoice
+from train.balance.rows import MethodChoice, MethodInput
 from train.trainer.logs import BALANCE, read_table
 
 
@@ -30,7 +30,7 @@ def registered() -> Iterator[None]:
     before = dict(METHODS)
 
     @register_method("inverse", "loss", settings={"power": Setting(1.0, low=0.0, high=2.0)})
-    def inverse(given: Given) -> MethodChoice:
+    def inverse(given: MethodInput) -> MethodChoice:
         """Weights losses by their inverse, smoothed over steps."""
         mean = given.get("mean", 0.0)
         mean = torch.where(given.count() == 1, given.losses, (mean + given.losses) / 2)
@@ -38,7 +38,7 @@ def registered() -> Iterator[None]:
         return MethodChoice(mean ** -given.settings["power"])
 
     @register_method("loudest", "features", "parameters", losses=lambda settings: True)
-    def loudest(given: Given) -> MethodChoice:
+    def loudest(given: MethodInput) -> MethodChoice:
         """Follows the gradient of the task of the largest loss."""
         return MethodChoice((given.losses == given.losses.max()).double())
 

@@ -190,7 +190,7 @@ def test_ours_is_torchjds(case: Case, level: str) -> None:
     own, seen = Balancer(BalanceConfig(case.method, level, case.settings, seed=5), NAMES), []
     for number in range(STEPS):
         step = step_of(number)
-        step.key = own.given(step.losses, torch.ones(M, dtype=torch.bool), None, ()).key
+        step.key = own.method_input(step.losses, torch.ones(M, dtype=torch.bool), None, ()).key
         theta = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
         features = (theta + step.features)[None]
         first, second, last = [linear(step.losses, jacobian, features) for jacobian in step.jacobians]

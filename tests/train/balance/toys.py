@@ -69,7 +69,7 @@ def tiny_pipeline(config: ModelConfig, tasks: Mapping[str, float] = MIX, seed: i
 
 def balanced_config(folder: Path | str, section: BalanceConfig | None, ctc: bool = False, **changes: Any) -> FitConfig:
     """Three steps of AdamW at a constant rate, of two micro-batches; of one for methods of two levels."""
-    count = 1 if section is not None and section.kind.bilevel else 2
+    count = 1 if section is not None and section.spec.bilevel else 2
     base: dict[str, Any] = {
         "balance": section,
         "budget": BudgetConfig(steps=3),

@@ -126,7 +126,7 @@ def test_rows_become_items_of_the_tasks_that_they_can_be() -> None:
     whole = RowTurn("what", sound, "that", None, Codes("codec2", torch.ones(4, 2)))
     rows = [Row((whole,), source="digits/arithmetic"), Row((RowTurn("why", None, "so"),), source="stored")]
     items = items_of(rows, ["A1A2", "A1T1", "T1T2"], codec)  # type: ignore[arg-type]
-    assert [(i.task, i.text, i.kind, i.codes is not None) for i in items] == [
+    assert [(i.task, i.text, i.part, i.codes is not None) for i in items] == [
         ("A1A2", "that", "arithmetic", True),
         ("A1T1", "what", "arithmetic", False),
         ("T1T2", "that", "arithmetic", False),

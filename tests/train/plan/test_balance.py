@@ -94,7 +94,7 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
     bench = build_workbench(config, model)
     batch, section = assign_tasks(worst_batch(config.data, model), config), config.balance
     assert section is not None
-    outer, fabric = (batch,) if section.kind.bilevel else (), OneProcess()
+    outer, fabric = (batch,) if section.spec.bilevel else (), OneProcess()
     given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.encoder_parameters, outer)
     group, streams = ProcessGroup(fabric), bench.objective.model.layout.names  # type: ignore[arg-type]
     names = section, given, fabric, bench.objective, bench.named, tuple(TASKS), streams, targets, group, micro, aligned
@@ -112,7 +112,7 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
     after = int(settings.get("look") == "same")  # the look back comes after the optimizer's step
     passes, backwards = section.passes(config.data, config.objective.by_heads, len(model.layout))
     assert forwards == (passes - after) * micro
-    assert passes >= backwards >= 1 and (section.kind.bilevel or backwards in (1, 3, 4))
+    assert passes >= backwards >= 1 and (section.spec.bilevel or backwards in (1, 3, 4))
 
 
 def test_a_pass_ahead_is_counted_where_a_process_has_several_micro_batches() -> None:

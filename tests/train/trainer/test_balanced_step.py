@@ -80,7 +80,7 @@ def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tens
         if section.at == "loss":
             backward(balancer, summed(model, batches, counts), shared, own)
         elif section.at == "parameters":
-            groups = [batches[i :: len(batches)] for i in range(len(batches))] if section.kind.batches == 3 else [batches]
+            groups = [batches[i :: len(batches)] for i in range(len(batches))] if section.spec.batches == 3 else [batches]
             each = [summed(model, group, torch.stack([targets(b) for b in group]).sum(0)) for group in groups]
             rows = [list(TASKS).index(name) for name in names]
             everywhere = [sum(cells(b) for b in group)[rows].sum(1) for group in groups]  # type: ignore[index]

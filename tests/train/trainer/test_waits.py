@@ -25,7 +25,7 @@ from train.balance.balancer import build
 from train.balance.config import BalanceConfig
 from train.config.parse import read_fit_config
 from train.config.sections import FabricConfig, OptimizerConfig
-from train.data.batching.batch import found_once
+from train.data.batching.batch import computed_once
 from train.data.config import PackingConfig
 from train.distributed.fabric import build_fabric
 from train.distributed.process_group import ProcessGroup
@@ -210,7 +210,7 @@ def test_backward_without_an_engine_is_autograd_s(recompute: Recompute, monkeypa
 def test_fabric_hands_on_what_the_host_has_found(precision: Any) -> None:
     _, batch = made()
     batch = batch.to("cpu")
-    names = [name for name, value in vars(type(batch)).items() if isinstance(value, found_once)]
+    names = [name for name, value in vars(type(batch)).items() if isinstance(value, computed_once)]
     (given,) = build_fabric(FabricConfig("cpu", 1, precision=precision)).strategy.precision.convert_input((batch,))
     assert given is not batch and len(names) > 5 and set(vars(batch.known)) >= {*names} - {"_segments"}
     assert all(getattr(given, name) is getattr(batch, name) for name in vars(batch.known))

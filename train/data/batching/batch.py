@@ -31,18 +31,18 @@ class SegmentNames:
 T = TypeVar("T")
 
 
-class found_once(Generic[T]):
-    """A property that the host finds once for a batch. Not a `cached_property`: Fabric copies what a module is given, and a
-    dataclass without those. Finding one again from a batch that is on a GPU would wait for it."""
+class computed_once(Generic[T]):
+    """A property that the host computes once for a batch. Not a `cached_property`: Fabric copies what a module is given, and a
+    dataclass without those. Computing one again from a batch that is on a GPU would wait for it."""
 
     def __init__(self, find: Callable[[Any], T]) -> None:
         self.find, self.__doc__ = find, find.__doc__
 
     @overload
-    def __get__(self, batch: None, owner: type) -> found_once[T]: ...
+    def __get__(self, batch: None, owner: type) -> computed_once[T]: ...
     @overload
     def __get__(self, batch: Batch, owner: type) -> T: ...
-    def __get__(self, batch: Batch | None, owner: type) -> found_once[T] | T:
+    def __get__(self, batch: Batch | None, owner: type) -> computed_once[T] | T:
         if batch is None:
             return self
         known, name = vars(batch.known), self.find.__name__
@@ -93,23 +93,23 @@ class Batch:
         """Share of the columns without example."""
         return 1 - self.positions / self.segments.numel()
 
-    @found_once
+    @computed_once
     def supervised(self) -> list[Tensor]:
         """Flat positions [n] in [R * T] with a target, for each stream."""
         return [(self.targets[:, k].reshape(-1) != IGNORE).nonzero().squeeze(1) for k in range(self.targets.shape[1])]
 
-    @found_once
+    @computed_once
     def places(self) -> list[tuple[Tensor, Tensor]]:
         """The same positions, with the task of each, for each stream (on the CPU)."""
         task = self.task.reshape(-1)
         return [(at, task[at]) for at in self.supervised]
 
-    @found_once
+    @computed_once
     def turn_labels(self) -> int:
         """Number of labels of the turn head."""
         return 0 if self.turn is None else int((self.turn >= 0).sum())
 
-    @found_once
+    @computed_once
     def packed(self) -> PackedRows:
         """Bounds of the segments. The longest is rounded up to a power of two: compiled blocks see few values of it."""
         starts, lengths = self._segments
@@ -117,13 +117,13 @@ class Batch:
         ends = torch.cat([starts, starts.new_tensor([self.segments.numel()])])
         return PackedRows(ends.int(), max(128, 1 << (longest - 1).bit_length()))
 
-    @found_once
+    @computed_once
     def lengths(self) -> Tensor:
         """Columns of each example, [examples] (on the CPU)."""
         starts, lengths = self._segments
         return lengths[self.task.flatten()[starts] >= 0]
 
-    @found_once
+    @computed_once
     def _segments(self) -> tuple[Tensor, Tensor]:
         """First column of every segment, in the rows one after another, and its columns."""
         first = torch.ones_like(self.segments, dtype=torch.bool)
@@ -141,7 +141,7 @@ class Batch:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with its tensors moved. What the host needs (`supervised` to `lengths`) is found before."""
-        found: dict[str, Any] = {
+        known: dict[str, Any] = {
             "supervised": [move(index) for index in self.supervised],
             "packed": self.packed._replace(ends=move(self.packed.ends)),
             "places": self.places,
@@ -152,7 +152,7 @@ class Batch:
         if self.turn is not None:
             tensors["turn"] = move(self.turn)
         moved = replace(self, **tensors)
-        moved.known = SimpleNamespace(**found)
+        moved.known = SimpleNamespace(**known)
         return moved
 
 
@@ -211,8 +211,8 @@ def describe(batch: Batch, layout: Layout, tokenizer: Tokenizer, row: int = 0, c
     used = int((batch.task[row] >= 0).sum())
     tasks = tuple(TASKS)
     for number in segments[:used].unique().tolist():
-        place = (segments == number).nonzero().squeeze(1)
-        start, end = int(place[0]), int(place[-1]) + 1
+        positions = (segments == number).nonzero().squeeze(1)
+        start, end = int(positions[0]), int(positions[-1]) + 1
         tokens, targets = (t[row, :, start:end].cpu() for t in (batch.tokens, batch.targets))
         index = batch.feature_index[row, start:end].cpu()
         names = dict.fromkeys(tasks[i] for i in batch.task[row, start:end].tolist())

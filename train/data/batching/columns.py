@@ -123,13 +123,13 @@ def heard(row: RowTurn, seconds: float) -> int | None:
     for word in said:
         if (word.start + word.end) / 2 > seconds:
             break
-        place = row.answer_text.find(word.text, end)
-        if place < 0:
+        offset = row.answer_text.find(word.text, end)
+        if offset < 0:
             return None
-        end = place + len(word.text)
+        end = offset + len(word.text)
     return end if said else None
 
 
 def _tokens(text: Sequence[int], characters: int, tokenizer: Tokenizer) -> int:
-    """Smallest number of tokens that hold so many characters."""
+    """Smallest number of tokens whose text has at least `characters` characters."""
     return bisect_left(range(len(text)), characters, key=lambda count: len(tokenizer.decode(text[:count])))

@@ -42,7 +42,7 @@ class Alignment:
     """Spells transcripts as ids.
 
     Args:
-        kind: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
+        spelling: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
             stream's own.
         words: the vocabulary of `words`; a text with another word has no transcript.
         sounds: spell by the phonemes of English as well, each word as espeak-ng reads it alone. Their ids follow the others',
@@ -54,14 +54,14 @@ class Alignment:
     """
 
     def __init__(
-        self, kind: AlignmentKind, words: Iterable[str] = (), tokenizer: Tokenizer | None = None, sounds: bool = False
+        self, spelling: AlignmentKind, words: Iterable[str] = (), tokenizer: Tokenizer | None = None, sounds: bool = False
     ) -> None:
-        self.kind, self.tokenizer = kind, tokenizer
-        symbols = sorted(set(words)) if kind == "words" else _LETTERS if kind == "letters" else ""
+        self.spelling, self.tokenizer = spelling, tokenizer
+        symbols = sorted(set(words)) if spelling == "words" else _LETTERS if spelling == "letters" else ""
         self._ids = {symbol: i for i, symbol in enumerate(symbols, 1)}
-        if kind == "words" and not self._ids:
+        if spelling == "words" and not self._ids:
             raise UserError("alignment 'words' needs the words that questions are made of; name them, or use 'letters'")
-        count = len(tokenizer) if kind == "tokens" and tokenizer is not None else len(self._ids)
+        count = len(tokenizer) if spelling == "tokens" and tokenizer is not None else len(self._ids)
         self.size = 1 + count if count else 0
         if sounds:
             check_voice("en-us")  # raises where espeak-ng is not installed
@@ -73,11 +73,11 @@ class Alignment:
         plain = text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
         heard = (" ".join(phonemes(word)) for word in re.findall(r"[\w']+", plain) if self.sound_size)
         sounds = [self.size + _SOUNDS[sound] for said in heard for sound in _SOUND.findall(said)]
-        if self.kind == "tokens" and self.tokenizer is not None:
+        if self.spelling == "tokens" and self.tokenizer is not None:
             return [*(i + 1 for i in self.tokenizer.encode(text)), *sounds]
-        if self.kind == "words":
-            found = [self._ids.get(word, 0) for word in re.findall(r"[\w']+", plain.lower())]
-            return [*(found if all(found) else []), *sounds]
+        if self.spelling == "words":
+            word_ids = [self._ids.get(word, 0) for word in re.findall(r"[\w']+", plain.lower())]
+            return [*(word_ids if all(word_ids) else []), *sounds]
         return [*(self._ids[letter] for letter in " ".join(plain.lower().split()) if letter in self._ids), *sounds]
 
 
@@ -201,10 +201,10 @@ class ExampleMaker:
                 f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
                 "use the model's own tokenizer"
             )
-        aligned = self.alignment.kind != "none"  # else the model's head, where it has one, is not trained
+        aligned = self.alignment.spelling != "none"  # else the model's head, where it has one, is not trained
         if aligned and self.alignment.size != model.ctc:
             raise UserError(
-                f"the alignment {self.alignment.kind!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
+                f"the alignment {self.alignment.spelling!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
                 "set model.ctc to that number, or choose another alignment"
             )
         if aligned and self.alignment.sound_size != model.ctc_sounds:
@@ -304,8 +304,8 @@ class ExampleMaker:
             heard = prepared.heard[number]
         transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
         clips = []
-        for piece, one in enumerate(heard):
-            mel, frames, voice = one if self.augment is None else self._vary(one, "features", draw, number, piece)
+        for piece, window in enumerate(heard):
+            mel, frames, voice = window if self.augment is None else self._vary(window, "features", draw, number, piece)
             clips.append(Clip(mel, frames, transcript, None if voice is None else turn_labels(voice, frames)))
         return clips
 
@@ -331,8 +331,8 @@ class ExampleMaker:
         if not self.model.turn or len(heard) > 1:
             return heard
         voice = speech(heard[0].mel if self.augment is None or self.augment.noise_snr_db is None else encoder.features(clean))
-        place = torch.arange(heard[0].mel.shape[1]) * len(voice) // heard[0].mel.shape[1]  # speed may have changed the length
-        return [heard[0]._replace(voice=voice[place])]
+        index = torch.arange(heard[0].mel.shape[1]) * len(voice) // heard[0].mel.shape[1]  # speed may have changed the length
+        return [heard[0]._replace(voice=voice[index])]
 
     def _vary(self, heard: ClipFeatures, *key: int | str) -> ClipFeatures:
         """Augment a clip by the seed `key`."""

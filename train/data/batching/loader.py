@@ -58,8 +58,8 @@ class _Steps(IterableDataset):
                 for shard in self.shards:
                     key = shard_key(shard, part)
                     if key not in packers:
-                        place = (shard, self.micro_batches, part, self.parts)
-                        packers[key] = PackerShard(self.pipeline, *place, self.states.get(key))
+                        position = (shard, self.micro_batches, part, self.parts)
+                        packers[key] = PackerShard(self.pipeline, *position, self.states.get(key))
                     batches.append(packers[key].batch())
             except UserError as error:
                 yield _Failure(str(error), isinstance(error, UsedUp))
@@ -101,13 +101,13 @@ class StepLoader:
         if workers < 0 or prefetch < 1:
             raise UserError(f"data.workers is {workers} and data.prefetch {prefetch}; they are at least 0 and 1")
         mine = list(range(micro_batches) if shards is None else shards)
-        given = dict(states or {})
-        parts = {int(state["packer_parts"]) for state in given.values()} or {max(1, workers)}
+        stored = dict(states or {})
+        parts = {int(state["packer_parts"]) for state in stored.values()} or {max(1, workers)}
         if len(parts) > 1:
             raise UserError(f"the data's state mixes runs with {sorted(parts)} data workers; resume from one checkpoint")
         self.parts = parts.pop()
         self.step = start_step
-        self.states: States = {key: state for key, state in given.items() if state["packer_shard"] in mine}
+        self.states: States = {key: state for key, state in stored.items() if state["packer_shard"] in mine}
         self.workers = math.gcd(workers, self.parts) if workers else 0
         steps = _Steps(pipeline, micro_batches, mine, self.parts, start_step, dict(self.states))
         self._loader: Any = _data_loader(steps, self.workers, prefetch, pin)

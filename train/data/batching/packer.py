@@ -72,8 +72,8 @@ class Pipeline:
             return {}
         lowest: dict[int, int] = {}
         for draw in (self.mixture.draw(number, packers) for number in draws):
-            if isinstance(draw.place, StreamDraw):
-                lowest[draw.source] = min(draw.place.number, lowest.get(draw.source, draw.place.number))
+            if isinstance(draw.source_draw, StreamDraw):
+                lowest[draw.source] = min(draw.source_draw.number, lowest.get(draw.source, draw.source_draw.number))
         return {str(i): stream.marks(packer, packers, lowest.get(i)) for i, stream in self.streams()}
 
     def restore(self, packer: int, packers: int, marks: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -105,7 +105,7 @@ class Pipeline:
     def _prepare(self, draw: Draw) -> Prepared:
         origin = self.mixture.sources[draw.source]
         if not origin.repeats:
-            return Prepared(drawn_row(origin, draw.index, draw.place))
+            return Prepared(drawn_row(origin, draw.index, draw.source_draw))
         where = (draw.source, origin.identity(draw.index))
         if where not in self._kept:
             self._kept[where] = Prepared(origin.row(draw.index), where)
@@ -141,7 +141,7 @@ class PackerShard:
         self, pipeline: Pipeline, shard: int, shards: int, part: int = 0, parts: int = 1, state: Mapping[str, Any] | None = None
     ) -> None:
         self.pipeline = pipeline
-        self.place = {"packer_shard": shard, "packer_shards": shards, "packer_part": part, "packer_parts": parts}
+        self.share = {"packer_shard": shard, "packer_shards": shards, "packer_part": part, "packer_parts": parts}
         self.stride = shards * parts
         self.next = shard + shards * part
         self.skipped = self.broken = 0
@@ -165,9 +165,9 @@ class PackerShard:
     def state(self) -> dict[str, Any]:
         """State as plain data, from which `PackerShard(state=...)` goes on."""
         waiting = [example.draw for example in self.buffer]
-        numbers = {"next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
+        counters = {"next": self.next, "buffer": waiting, "skipped": self.skipped, "broken": self.broken}
         marks = self.pipeline.marks(self.next % self.stride, self.stride, waiting)
-        return {**self.place, **numbers, "counts": self.counts.plain(), **({"streams": marks} if marks else {})}
+        return {**self.share, **counters, "counts": self.counts.plain(), **({"streams": marks} if marks else {})}
 
     def _row(self) -> list[Example]:
         packing = self.pipeline.packing
@@ -203,9 +203,9 @@ class PackerShard:
         return row
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        found = {name: state.get(name) for name in self.place}
-        if found != self.place:
-            raise UserError(f"the data's state is of {found}, this run needs {self.place}: resume with the same micro_batches")
+        stored = {name: state.get(name) for name in self.share}
+        if stored != self.share:
+            raise UserError(f"the data's state is of {stored}, this run needs {self.share}: resume with the same micro_batches")
         self.next = int(state["next"])
         self.skipped, self.broken = int(state["skipped"]), int(state.get("broken", 0))
         self.counts = Counts.joined([state.get("counts", {})])

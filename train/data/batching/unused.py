@@ -54,7 +54,7 @@ class Unused:
 
 
 class Trained(NamedTuple):
-    """What has been trained of a source: rows, milliseconds of sound (see `Example`) and tokens (time steps)."""
+    """Counts of what has been trained of a source: rows, milliseconds of sound (see `Example`) and tokens (time steps)."""
 
     rows: int
     milliseconds: int
@@ -81,12 +81,12 @@ class Counts:
         """Count what a batch has of a source."""
         self.trained[source] = Trained(*map(sum, zip(self.trained.get(source, (0, 0, 0)), more, strict=True)))
 
-    def leave_out(self, one: Unused) -> None:
+    def leave_out(self, draw: Unused) -> None:
         """Count an unused draw, and keep its message where it is among the first."""
-        self.add(one.source, [one.task])
-        key = one.source, one.task, one.reason
+        self.add(draw.source, [draw.task])
+        key = draw.source, draw.task, draw.reason
         count, first = self.unused.get(key, (0, ()))
-        self.unused[key] = count + 1, first if len(first) == FIRST else (*first, one.why)
+        self.unused[key] = count + 1, first if len(first) == FIRST else (*first, draw.why)
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain data, fit for JSON."""
@@ -94,23 +94,23 @@ class Counts:
             "sources": [[source, count] for source, count in self.sources.items()],
             "drawn": [[*key, count] for key, count in self.drawn.items()],
             "unused": [[*key, count, list(first)] for key, (count, first) in self.unused.items()],
-            "trained": [[source, *numbers] for source, numbers in self.trained.items()],
+            "trained": [[source, *amounts] for source, amounts in self.trained.items()],
         }
 
     @classmethod
     def joined(cls, several: Iterable[Mapping[str, Any]]) -> Counts:
         """Sum plain counts; of the messages, the first in their order."""
         out = cls()
-        for one in several:
-            for source, count in one.get("sources", ()):
+        for counts in several:
+            for source, count in counts.get("sources", ()):
                 out.sources[source] = out.sources.get(source, 0) + count
-            for source, task, count in one.get("drawn", ()):
+            for source, task, count in counts.get("drawn", ()):
                 out.drawn[source, task] = out.drawn.get((source, task), 0) + count
-            for source, task, reason, count, first in one.get("unused", ()):
+            for source, task, reason, count, first in counts.get("unused", ()):
                 before, known = out.unused.get((source, task, reason), (0, ()))
                 out.unused[source, task, reason] = before + count, (*known, *first)[:FIRST]
-            for source, *numbers in one.get("trained", ()):
-                out.train(source, Trained(*numbers))
+            for source, *amounts in counts.get("trained", ()):
+                out.train(source, Trained(*amounts))
         return out
 
     def total(self, source: str, task: str) -> int:

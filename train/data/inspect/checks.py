@@ -23,7 +23,7 @@ class FindingKind:
     """A kind of finding: an error makes the data unfit for training, a warning asks for a look at it."""
 
     severity: Severity
-    what: str
+    description: str
 
 
 KINDS: dict[str, FindingKind] = {
@@ -97,7 +97,7 @@ class Findings:
         return {
             name: {
                 "severity": KINDS[name].severity,
-                "what": KINDS[name].what,
+                "what": KINDS[name].description,
                 "count": self.counts[name],
                 "examples": [{"where": where, "text": text} for where, text in self.shown[name]],
             }
@@ -183,19 +183,19 @@ def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
         except UserError as error:
             checked.problems.append(("unknown_task", str(error)))
     for number, turn in enumerate(row.turns):
-        found = CheckedTurn(row, turn, bounds, codecs)
+        checked_turn = CheckedTurn(row, turn, bounds, codecs)
         prefix = f"turn {number}: " if len(row.turns) > 1 else ""
-        checked.problems += [(kind, prefix + text) for kind, text in found.problems()]
-        checked.turns.append(found)
-        if found.question is not None:
-            checked.audio.append(found.question.digest)
+        checked.problems += [(kind, prefix + text) for kind, text in checked_turn.problems()]
+        checked.turns.append(checked_turn)
+        if checked_turn.question is not None:
+            checked.audio.append(checked_turn.question.digest)
         if turn.question_text.strip():
             checked.texts.append(text_digest(turn.question_text))
             if turn.answer_text.strip():
                 checked.pairs.append(text_digest(turn.question_text, turn.answer_text))
-                checked.said.append(digest(checked.pairs[-1].to_bytes(8, "little"), found.who()))
-        readable &= not found.broken
-        parts += found.parts()
+                checked.said.append(digest(checked.pairs[-1].to_bytes(8, "little"), checked_turn.who()))
+        readable &= not checked_turn.broken
+        parts += checked_turn.parts()
     checked.whole = digest(*parts) if readable else None
     return checked
 
@@ -294,8 +294,8 @@ class CheckedTurn:
                 return
             last = lengths[who]
             if not 0 <= start <= end or (last is not None and end > last + WORD_GRACE):
-                place = f"from {start:.2f} to {end:.2f} s" + ("" if last is None else f" of the {last:.2f} s")
-                yield "word_times", f"word {number}, {text!r}, is said {place} of the {who}'s sound"
+                span = f"from {start:.2f} to {end:.2f} s" + ("" if last is None else f" of the {last:.2f} s")
+                yield "word_times", f"word {number}, {text!r}, is said {span} of the {who}'s sound"
                 return
 
     def _texts(self) -> Iterator[tuple[str, str]]:

@@ -45,11 +45,11 @@ class TextCounts:
 
     def add(self, text: str) -> None:
         """Count a text."""
-        found = _WORD.findall(text.lower())
-        if found:
-            self.words += len(found)
-            self._distinct.update(found)
-            self._texts.append(text_digest(" ".join(found)))
+        words = _WORD.findall(text.lower())
+        if words:
+            self.words += len(words)
+            self._distinct.update(words)
+            self._texts.append(text_digest(" ".join(words)))
 
     def merge(self, other: TextCounts) -> None:
         """Count the texts of other rows too."""
@@ -196,15 +196,15 @@ class Collected:
         values = self.groups[name]
         values.setdefault(value if value in values or len(values) < MOST_VALUES else OTHERS, Group()).add(rows)
 
-    def add_codes(self, codec: str, found: Sequence[np.ndarray]) -> None:
+    def add_codes(self, codec: str, occurrences: Sequence[np.ndarray]) -> None:
         """Count codes by how often each occurs, [codes] of each stream; not where there are other streams than before.
 
         The arrays are used on."""
-        counts = self.codes.setdefault(codec, [np.zeros(0, np.int64) for _ in found])
-        if len(counts) != len(found):
+        counts = self.codes.setdefault(codec, [np.zeros(0, np.int64) for _ in occurrences])
+        if len(counts) != len(occurrences):
             self.noted["codes not counted: of an unknown codec, and unlike those before"] += 1
             return
-        for stream, (more, fewer) in enumerate(zip(counts, found, strict=True)):
+        for stream, (more, fewer) in enumerate(zip(counts, occurrences, strict=True)):
             if len(more) < len(fewer):
                 more, fewer = fewer, more
             more[: len(fewer)] += fewer

@@ -20,7 +20,7 @@ from omni.config import from_dict
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
 from train.console.command import read_yaml
-from train.console.progress import Kind, percent
+from train.console.progress import Progress, percent
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, stored_bytes
@@ -134,10 +134,10 @@ def broken_rules(rules: Rules, row: Row, checked: Checked) -> Iterator[tuple[str
         for needed in rules.require:
             if not _has(turn, needed):
                 yield "require", f"{prefix}there is no {needed}"
-        for name, what, value in _values(turn, heard):
+        for name, quantity, value in _values(turn, heard):
             bounds: Range | None = getattr(rules, name)
             if bounds is not None and value is not None and (why := bounds.outside(value)):
-                yield name, f"{prefix}{what} {why}"
+                yield name, f"{prefix}{quantity} {why}"
 
 
 def _has(turn: RowTurn, name: str) -> bool:
@@ -166,7 +166,7 @@ Reason = tuple[str, str]
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """What is known of an item by itself.
+    """The result of the rules that need no other row than the item's own.
 
     Attributes:
         item: its number as `row`, `where`, and its `id`, or the `count` of rows that cannot be read: for the log.
@@ -287,7 +287,7 @@ def row_judge(
 
     def block(items: list[FoundRow]) -> JudgedBlock:
         judged = [judge(item) for item in items]
-        plain = [item.plain for item, one in zip(items, judged, strict=True) if not (one.reasons or one.heard)]
+        plain = [item.plain for item, row in zip(items, judged, strict=True) if not (row.reasons or row.heard)]
         return JudgedBlock(judged, pa.Table.from_pylist(plain, schema=scan.schema))
 
     def judge_all(rows: range) -> list[JudgedBlock]:
@@ -304,7 +304,7 @@ def filter_rows(
     codecs: Codecs | None = None,
     whisper: Callable[[], WhisperTranscriber] | None = None,
     shard_mb: int = 256,
-    progress: Kind = "off",
+    progress: Progress = "off",
     processes: Processes = HERE,
 ) -> dict[str, Any]:
     """Write the rows that rules allow, in their order, to Parquet shards in the folder `out`; returns the report. Recordings in
@@ -345,19 +345,19 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
         with open(work / DROPPED, "w", encoding="utf-8") as log:
             for block in blocks:
                 tally, taken = PrepareTally(), list[bool]()
-                for one in block.items:
-                    reasons, rows = kept.reasons(one), one.item.get("count", 1)
+                for row in block.items:
+                    reasons, rows = kept.reasons(row), row.item.get("count", 1)
                     tally.items += rows
-                    if not (one.reasons or one.heard):
+                    if not (row.reasons or row.heard):
                         taken.append(not reasons)
                     if not reasons:
-                        tally.add(one.tally)
+                        tally.add(row.tally)
                         continue
                     if not rows:
-                        lost.append(f"{one.item['where']} {reasons[0][1]}")
+                        lost.append(f"{row.item['where']} {reasons[0][1]}")
                     counts.update({name: rows for name in dict(reasons)})
                     dropped += rows
-                    line = {**one.item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
+                    line = {**row.item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
                     log.write(json.dumps(line, ensure_ascii=False) + "\n")
                 rows_kept = block.rows.filter(pa.array(taken, pa.bool_()))
                 shards.add(PreparedBlock(shards.last, shards.last + tally.items, rows_kept, tally))

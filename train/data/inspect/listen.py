@@ -46,10 +46,10 @@ def find_row(scan: Scan, name: str) -> Row:
             if item.row is not None and item.row.id == name:
                 return item.row
         raise UserError(f"data {scan.path} has no row with the id {name!r}; a number from 0 to {len(scan) - 1} names one too")
-    found = scan.at(index)
-    if found.row is None:
-        raise UserError(f"{found.where}: {found.why}")
-    return found.row
+    row = scan.at(index)
+    if row.row is None:
+        raise UserError(f"{row.where}: {row.why}")
+    return row.row
 
 
 def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from train.console.progress import Display, Kind
+from train.console.progress import Display, Progress
 from train.data.executor import Processes, Result, imap
 from train.data.readers.containers import plain_rows
 from train.data.rows.parquet_files import check_columns, footer, one_line
@@ -70,14 +70,14 @@ class Scan:
         start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
     """
 
-    def __init__(self, path: str | os.PathLike[str], progress: Kind = "off") -> None:
-        found = find_files(path)
-        self.path, self.folder, self.files, self.report = found.path, found.folder, found.files, found.described
+    def __init__(self, path: str | os.PathLike[str], progress: Progress = "off") -> None:
+        listed = find_files(path)
+        self.path, self.folder, self.files, self.report = (listed.path, listed.folder, listed.files, listed.described)
         self.schema = features().arrow_schema
-        counts = found.counts()
+        counts = listed.counts()
         self._footers: dict[int, tuple[pq.FileMetaData | None, str]] = {}
         if counts is None:
-            display = Display(len(self.files), kind=progress if len(self.files) > MANY else "off")
+            display = Display(len(self.files), mode=progress if len(self.files) > MANY else "off")
             counts = []
             for metadata, _ in parallel_map(self._head, self.files):
                 counts.append(metadata.num_rows if metadata else 0)
@@ -120,7 +120,7 @@ class Scan:
         return range(first, bisect.bisect_left(self._firsts, self.stop))
 
     def pieces(self, most: int = sys.maxsize) -> list[range]:
-        """Rows to look at together, `PIECE` or `most`, of which each can be done by another process."""
+        """Ranges of at most `PIECE` rows, or of `most`, which processes can look at side by side."""
         size = min(most, PIECE)
         return [range(first, min(first + size, len(self))) for first in range(0, len(self), size)] or [range(0)]
 
@@ -226,6 +226,6 @@ def over(
             display.tick(len(piece), 0.0)
 
 
-def display_of(kind: Kind, *scans: Scan) -> RowDisplay:
+def display_of(mode: Progress, *scans: Scan) -> RowDisplay:
     """Make a display for all rows of some scans."""
-    return RowDisplay(sum(map(len, scans)), kind=kind)
+    return RowDisplay(sum(map(len, scans)), mode=mode)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.tasks import Task
 from omni.utils.remote import spelled
-from train.console.progress import Kind
+from train.console.progress import Progress
 from train.data.executor import HERE, Processes
 from train.data.inspect.measures import Codecs
 from train.data.inspect.options import Target
@@ -35,7 +35,7 @@ def collect(
     codecs: Codecs,
     target: Target | None = None,
     tasks: tuple[Task, ...] = (),
-    progress: Kind = "off",
+    progress: Progress = "off",
     processes: Processes = HERE,
 ) -> Collected:
     """Collect statistics of all rows that can be read; the others are counted as noted."""
@@ -43,8 +43,8 @@ def collect(
 
     done, display = Collected(), display_of(progress, scan)
     try:
-        for found in over(scan, partial(row_counts, scan, codecs, target, tasks), processes, display):
-            done.merge(found)
+        for part in over(scan, partial(row_counts, scan, codecs, target, tasks), processes, display):
+            done.merge(part)
     finally:
         display.close()
     return done

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.utils.remote import spelled
-from train.console.progress import Kind
+from train.console.progress import Progress
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, Findings, check_row
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
@@ -44,8 +44,8 @@ class Digests:
         import numpy as np
 
         values, rows = self._arrays()
-        _, first, which = np.unique(values, return_index=True, return_inverse=True)
-        firsts = rows[first][which]
+        _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+        firsts = rows[first][inverse]
         again = rows != firsts
         yield from zip(rows[again].tolist(), firsts[again].tolist(), strict=True)
 
@@ -58,8 +58,8 @@ class Digests:
             return
         known, first = np.unique(known, return_index=True)
         at = np.minimum(np.searchsorted(known, values), len(known) - 1)
-        there = known[at] == values
-        yield from zip(rows[there].tolist(), firsts[first][at[there]].tolist(), strict=True)
+        in_both = known[at] == values
+        yield from zip(rows[in_both].tolist(), firsts[first][at[in_both]].tolist(), strict=True)
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Digests and their rows, uint64 [n] each."""
@@ -81,8 +81,8 @@ class Summary:
 
 @dataclass
 class Seen:
-    """What is kept of rows that were looked at: digests, to find duplicates and what other data have too, and counts.
-    `speakers`: the first row of each."""
+    """Digests of the rows that were read, to find duplicates among them and with other data, and counts. `speakers`: the first
+    row of each."""
 
     audio: Digests = field(default_factory=Digests)
     texts: Digests = field(default_factory=Digests)
@@ -120,7 +120,7 @@ def validate(
     bounds: Bounds,
     codecs: Codecs,
     findings: Findings,
-    progress: Kind = "off",
+    progress: Progress = "off",
     processes: Processes = HERE,
 ) -> Summary:
     """Check all rows of `data` singly, against each other, and against those of `against`. UserError: there are no such data,
@@ -131,9 +131,9 @@ def validate(
             raise UserError(f"{other.path} is compared with itself: name another split with --against")
     display = display_of(progress, scan, *others)
 
-    def looked(one: Scan, start: Callable[[], Callable[[range], tuple[Noted, Seen]]]) -> Seen:
+    def looked(scanned: Scan, start: Callable[[], Callable[[range], tuple[Noted, Seen]]]) -> Seen:
         seen = Seen()
-        for noted, more in over(one, start, processes, display):
+        for noted, more in over(scanned, start, processes, display):
             for finding in noted:
                 findings.add(*finding)
             seen.merge(more)
@@ -224,12 +224,12 @@ def find_leaks(scan: Scan, seen: Seen, other: Scan, theirs: Seen, findings: Find
     """Find questions and speakers of another split that these rows have too."""
     pairs = (("leaked_audio", seen.audio, theirs.audio), ("leaked_text", seen.texts, theirs.texts))
     for kind, our, their in pairs:
-        for row, place in our.shared(their):
-            findings.add(kind, scan.where(row), f"is also in {other.where(place)}")
+        for row, first in our.shared(their):
+            findings.add(kind, scan.where(row), f"is also in {other.where(first)}")
     for speaker, row in seen.speakers.items():
         if speaker in theirs.speakers:
-            there = other.where(theirs.speakers[speaker])
-            findings.add("leaked_speaker", scan.where(row), f"speaker {speaker!r} is also in {there}")
+            location = other.where(theirs.speakers[speaker])
+            findings.add("leaked_speaker", scan.where(row), f"speaker {speaker!r} is also in {location}")
 
 
 def report(summary: Summary, data: Path, against: Sequence[Path], bounds: Bounds) -> dict[str, object]:

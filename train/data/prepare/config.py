@@ -92,8 +92,8 @@ class PrepareConfig:
                     f"{name} is {rate}: give samples per second from {LOWEST_RATE} to {HIGHEST_RATE}, or 0 to leave files as "
                     "they are"
                 )
-        found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
-        if self.shard and (found is None or int(found[1]) >= int(found[2])):
+        match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        if self.shard and (match is None or int(match[1]) >= int(match[2])):
             raise UserError(f"shard {self.shard!r} is not as 3/16: the number of a part, from 0 on, and how many there are")
         if self.codec_folder and not self.codec:
             raise UserError(f"codec_folder {self.codec_folder!r} is given without a codec; name one, such as --codec snac")

@@ -25,7 +25,7 @@ from omni.files import LOCK, flush, locked, read_json, write_json
 from omni.stores.pointers import stored_size
 from omni.stores.reading import content_key, naming
 from omni.utils.remote import find_address, refuse_remote
-from train.console.progress import Display, Kind, counted
+from train.console.progress import Display, Progress, counted
 from train.data.executor import imap
 from train.data.prepare.config import BLOCK, PrepareConfig
 from train.data.prepare.rows import PrepareTally, block_maker, codec_of, voice_of
@@ -92,12 +92,12 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
     held, state = read_json(path, AGAIN), "was prepared" if finished else "was started"
     way = "choose another output, or remove the folder"
     differing, elsewhere = [], held.get("source") != settings.get("source")
-    for name, one, other in _differing(held, settings):
-        what = f"{name} was {one!r} and is now {other!r}"
+    for name, old, new in _differing(held, settings):
+        change = f"{name} was {old!r} and is now {new!r}"
         if name not in _DATA:
-            differing.append(what)
+            differing.append(change)
         elif not elsewhere:
-            raise UserError(f"{folder} {state} before {settings['source']} changed: {what}; {way}")
+            raise UserError(f"{folder} {state} before {settings['source']} changed: {change}; {way}")
     if differing:
         raise UserError(f"{folder} {state} with other settings: {', '.join(differing)}; give the same ones, {way}")
 
@@ -105,20 +105,20 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
 def _differing(was: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Iterate over settings that differ, with dotted names for nested ones, and both their values."""
     for name in dict.fromkeys((*now, *was)):
-        one, other = was.get(name), now.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _differing(one, other, f"{within}{name}.")
-        elif one != other:
-            yield f"{within}{name}", one, other
+        old, new = was.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differing(old, new, f"{within}{name}.")
+        elif old != new:
+            yield f"{within}{name}", old, new
 
 
 def discard(folder: Path) -> None:
     """Remove a folder without stored rows; it stays where it holds files of others."""
     for name in (NAME, LOCK):
         (folder / name).unlink(missing_ok=True)
-    for place in (folder / "notes", folder):
+    for path in (folder / "notes", folder):
         with suppress(OSError):  # it holds something, or is not there
-            place.rmdir()
+            path.rmdir()
 
 
 _MAX_WITHOUT_ROW = 1000
@@ -129,7 +129,7 @@ def prepare(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     config: PrepareConfig | None = None,
-    progress: Kind = "off",
+    progress: Progress = "off",
     opener: Callable[[Path], OpenedSource] | None = None,
 ) -> PrepareTally:
     """Convert a data set to Parquet shards of rows in the folder `out`, which appears when it is complete.
@@ -154,7 +154,7 @@ def _prepare(
     address: str | None,
     out: Path,
     config: PrepareConfig,
-    progress: Kind,
+    progress: Progress,
     opener: Callable[[Path], OpenedSource] | None,
 ) -> PrepareTally:
     """`prepare` of a data set that is here, or was brought from an address."""
@@ -192,7 +192,7 @@ def _prepare(
     return read_report(out)
 
 
-def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Kind) -> None:
+def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Progress) -> None:
     """Write all shards that are not finished yet."""
     items = config.items(len(source))
     shards = ShardWriter(work, config.shard_mb << 20, items.start)
@@ -237,9 +237,9 @@ def place_for(out: Path, path: Path | None = None) -> Path:
     if path is not None and path.is_dir() and real.is_relative_to(path.resolve()):
         raise UserError(f"output {out} lies in the data {path}, of which it would become a part: name a folder outside")
     if real.is_dir() and not occupied(real):  # an empty folder is replaced by the working folder at the end
-        what = "a mount point" if os.path.ismount(real) else "the folder that this runs in"
+        subject = "a mount point" if os.path.ismount(real) else "the folder that this runs in"
         if os.path.ismount(real) or os.path.samefile(real, os.curdir):
-            raise UserError(f"output {out} is {what}, which cannot be replaced: name a folder in it, such as {out / 'rows'}")
+            raise UserError(f"output {out} is {subject}, which cannot be replaced: name a folder in it, such as {out / 'rows'}")
     return real
 
 

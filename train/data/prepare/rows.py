@@ -133,10 +133,10 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
     any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate allows; all else
     becomes FLAC of 16 bits."""
     info = sound.info()
-    own, kind, channels = info.sample_rate, info.format.split()[0], info.channels
+    own, file_format, channels = info.sample_rate, info.format.split()[0], info.channels
     samples = checked(sound.load(rate or own))
     length = len(samples) / (rate or own)
-    if kind in _KEPT_FORMATS and (rate == 0 or (rate == own and kind == "FLAC" and channels == 1)):
+    if file_format in _KEPT_FORMATS and (rate == 0 or (rate == own and file_format == "FLAC" and channels == 1)):
         named = sound.reference
         if named is None:
             return Sound(data=sound.data or sound.file().read_bytes()), length
@@ -150,10 +150,10 @@ def referenced(sound: Sound, origin: tuple[Path, str] | None = None) -> tuple[So
     where the sound is none, or the file changes meanwhile."""
     named = sound.reference
     if named is None:
-        place = Path(sound.path or "") if sound.part is not None else inside(sound.folder, sound.path or "")
-        if sound.folder is not None and not place.is_relative_to(sound.folder.resolve()):
-            place = sound.folder / (sound.path or "")  # of a Hugging Face cache
-        named = _name(place, sound.part, origin)
+        file = Path(sound.path or "") if sound.part is not None else inside(sound.folder, sound.path or "")
+        if sound.folder is not None and not file.is_relative_to(sound.folder.resolve()):
+            file = sound.folder / (sound.path or "")  # of a Hugging Face cache
+        named = _name(file, sound.part, origin)
     rate = named.info().sample_rate
     return Sound(path=str(named)), len(checked(named.load(rate))) / rate
 
@@ -265,11 +265,11 @@ class BlockMaker:
         try:
             block.rows = self._table(made)
         except _BAD:  # a row has a value that a column cannot hold
-            made = [one for one in made if self._fits(block, one)]
+            made = [entry for entry in made if self._fits(block, entry)]
             block.broken.sort(key=lambda broken: broken.item)
             block.rows = self._table(made)
-        for one in made:
-            block.tally.add(one.done)
+        for entry in made:
+            block.tally.add(entry.done)
         block.tally.items, block.tally.broken = len(items), len(block.broken)
         block.tally.left_out = Files.left_out - before
         return block
@@ -294,15 +294,15 @@ class BlockMaker:
     def _table(self, made: Iterable[_Made]) -> pa.Table:
         import pyarrow as pa
 
-        return pa.Table.from_pylist([one.plain for one in made], schema=self.schema)
+        return pa.Table.from_pylist([entry.plain for entry in made], schema=self.schema)
 
-    def _fits(self, block: PreparedBlock, one: _Made) -> bool:
+    def _fits(self, block: PreparedBlock, entry: _Made) -> bool:
         """True where the columns can hold a row; otherwise it is added to the broken items."""
         try:
-            self._table([one])
+            self._table([entry])
         except _BAD as error:
             why = f"holds a value that cannot be stored ({one_line(error)}): fix or drop it"
-            self._add_broken(block, one.item, one.where, why)
+            self._add_broken(block, entry.item, entry.where, why)
             return False
         return True
 
@@ -314,8 +314,8 @@ class BlockMaker:
         except (UserError, OSError, MemoryError):
             raise
         except (Exception, SystemExit) as error:
-            place = f"reader {self.source.format} failed at item {start + count}"
-            raise UserError(f"{place} with {type(error).__name__}: {' '.join(str(error).split())}") from error
+            failure = f"reader {self.source.format} failed at item {start + count}"
+            raise UserError(f"{failure} with {type(error).__name__}: {' '.join(str(error).split())}") from error
         if count != stop - start:
             raise UserError(
                 f"the source ends at item {start + count} and had {len(self.source)}: it has changed while it was read; "

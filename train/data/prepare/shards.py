@@ -174,7 +174,7 @@ _MISSING = re.compile(r"' is not there: |No such file or directory|is not in the
 
 
 def listed(folder: Path) -> list[dict[str, Any]]:
-    """What a report says of each file of rows."""
+    """The report's entries, one for each file of rows."""
     return [
         {name: note[name] for name in ("file", "rows", "bytes", "crc32", "items")} for note in notes(folder) if note["file"]
     ]
@@ -213,7 +213,7 @@ def write_report(folder: Path, settings: dict[str, Any], note: str) -> None:
 def read_report(folder: Path) -> PrepareTally:
     """Read the counts of a finished output."""
     data = read_json(folder / REPORT, AGAIN)
-    return PrepareTally(**{one.name: data[one.name] for one in fields(PrepareTally) if one.name in data})
+    return PrepareTally(**{field.name: data[field.name] for field in fields(PrepareTally) if field.name in data})
 
 
 def summary(tally: PrepareTally, folder: Path) -> str:
@@ -226,7 +226,7 @@ def summary(tally: PrepareTally, folder: Path) -> str:
     ]
     out = [
         f"{counted(tally.rows, 'row')} of {counted(tally.items, 'item')} in {folder}",
-        ", ".join(f"{count} {what}" for count, what in made if count) or "nothing was to be spoken or encoded",
+        ", ".join(f"{count} {work}" for count, work in made if count) or "nothing was to be spoken or encoded",
         f"{duration(tally.question_seconds)} of spoken questions, {duration(tally.answer_seconds)} of spoken answers",
     ]
     if tally.left_out:
@@ -236,10 +236,10 @@ def summary(tally: PrepareTally, folder: Path) -> str:
         out.append(f"{counted(tally.broken, 'item')} made no row: see {folder / BROKEN}")
         for why, count in list(report["reasons"].items())[:5]:
             out.append(f"  {count:>6}  {why}")
-            out += [f"          {one}" for one in report["missing"] if why == MISSING]
+            out += [f"          {line}" for line in report["missing"] if why == MISSING]
     return "\n".join([*out, untaken(report)]).rstrip()
 
 
 def untaken(report: Mapping[str, Any]) -> str:
-    """What a report says of columns that no row has; "" where there are none."""
+    """The report's line about columns that no row has; "" where there are none."""
     return "".join(str(report.get("note", "")).partition(UNTAKEN)[1:])

@@ -69,11 +69,11 @@ for _reader in _ALL:
     READERS.add(_reader.name, _reader)
 
 
-def register_reader(kind: type[Reader]) -> type[Reader]:
+def register_reader(reader_class: type[Reader]) -> type[Reader]:
     """A decorator for a reader's class, which has no arguments; the name is its attribute `name`."""
-    reader = kind()
+    reader = reader_class()
     READERS.add(getattr(reader, "name", ""), reader)
-    return kind
+    return reader_class
 
 
 ORDERS = ("streams", "levels")
@@ -108,12 +108,12 @@ def recognise_record(record: Mapping[str, Any], options: ReaderOptions, where: s
     known = {reader.name: reader for reader in _in_order() if isinstance(reader, RecordReader | TableReader)}
     if options.format:
         if options.format not in known:
-            kind = "is unknown" if options.format not in READERS else "makes no rows of single records, and is not streamed"
-            raise UserError(f"read.format {options.format!r} {kind}: there are {', '.join(known)}")
+            reason = "is unknown" if options.format not in READERS else "makes no rows of single records, and is not streamed"
+            raise UserError(f"read.format {options.format!r} {reason}: there are {', '.join(known)}")
         return known[options.format]
-    found = (reader for reader in known.values() if isinstance(reader, RecordReader) and reader.fits(record))
+    readers = (reader for reader in known.values() if isinstance(reader, RecordReader) and reader.fits(record))
     table = known["table"]
-    return table if options.columns else next(found, table)
+    return table if options.columns else next(readers, table)
 
 
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:

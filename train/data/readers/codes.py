@@ -96,8 +96,8 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
         raise UserError(
             f"has codes of a codec that the format does not name: say which with --read.codec, one of {', '.join(kinds)}"
         )
-    kind = kinds[codec]
-    streams, sizes = len(kind.sizes), np.array(kind.sizes)
+    shape = kinds[codec]
+    streams, sizes = len(shape.sizes), np.array(shape.sizes)
     frames = _frames(value, codec, streams)  # [F, K]
     if not len(frames):
         return None
@@ -105,12 +105,12 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
     codes = frames - (base + step * np.arange(streams))
     bad = (codes < 0) | (codes >= sizes)
     if bad.any():
-        frame, place = (int(i) for i in np.argwhere(bad)[0])
-        found = int(frames[frame, place])
+        frame, stream = (int(i) for i in np.argwhere(bad)[0])
+        code = int(frames[frame, stream])
         shown = "" if options.packing == "plain" else f" as packing {options.packing!r} has it"
         raise UserError(
-            f"code {found} at place {place} of frame {frame} is not in {codec}'s 0 to {sizes[place] - 1}{shown}: "
-            + _explain(frames, kind, options.packing)
+            f"code {code} at place {stream} of frame {frame} is not in {codec}'s 0 to {sizes[stream] - 1}{shown}: "
+            + _explain(frames, shape, options.packing)
         )
     stored = torch.from_numpy(np.ascontiguousarray(codes.T).astype(np.int32))
     return Codes(codec, stored, (options.order or order) if code_orders(codec) else "streams")
@@ -118,8 +118,8 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
 
 def codes_seconds(codes: Codes) -> float | None:
     """Duration of codes in seconds; None where their codec's rate is not known."""
-    kind = codes_kinds().get(codes.codec)
-    return None if kind is None or kind.frame_rate is None else codes.frames.shape[-1] / kind.frame_rate
+    shape = codes_kinds().get(codes.codec)
+    return None if shape is None or shape.frame_rate is None else codes.frames.shape[-1] / shape.frame_rate
 
 
 def check_duration(codes: Codes | None, seconds: float | None) -> None:
@@ -140,20 +140,20 @@ def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
         return np.zeros((0, streams), np.int64)
     if isinstance(value, np.ndarray):
         return _from_array(value, codec, streams)
-    numbers = _from_text(value, codec, streams) if isinstance(value, str) else value
-    if not isinstance(numbers, Sequence) or set(map(type, numbers)) - {int}:
+    codes = _from_text(value, codec, streams) if isinstance(value, str) else value
+    if not isinstance(codes, Sequence) or set(map(type, codes)) - {int}:
         raise UserError("its codes are neither a list of integers nor their text: write them frame by frame")
-    if len(numbers) % streams:
+    if len(codes) % streams:
         raise UserError(
-            f"{len(numbers)} codes are no whole frames: {codec} has {streams} to a frame, so the last frame is cut off or the "
+            f"{len(codes)} codes are no whole frames: {codec} has {streams} to a frame, so the last frame is cut off or the "
             "codes are of another codec"
         )
     try:
-        return np.asarray(numbers, dtype=np.int64).reshape(-1, streams)
+        return np.asarray(codes, dtype=np.int64).reshape(-1, streams)
     except OverflowError as error:
-        index = next(i for i, code in enumerate(numbers) if not -(2**63) <= code < 2**63)
+        index = next(i for i, code in enumerate(codes) if not -(2**63) <= code < 2**63)
         raise UserError(
-            f"code {str(numbers[index])[:40]} at place {index % streams} of frame {index // streams} is not in {codec}'s 0 to "
+            f"code {str(codes[index])[:40]} at place {index % streams} of frame {index // streams} is not in {codec}'s 0 to "
             f"{codes_kinds()[codec].sizes[index % streams] - 1}, nor in any packing: fix or drop the row"
         ) from error
 
@@ -195,20 +195,20 @@ def _from_array(array: np.ndarray, codec: str, streams: int) -> np.ndarray:
     return squeezed.astype(np.int64)
 
 
-def _explain(frames: np.ndarray, kind: CodesKind, packing: str) -> str:
+def _explain(frames: np.ndarray, shape: CodesKind, packing: str) -> str:
     """Name the packing that fits codes out of range, for a message."""
     import numpy as np
 
-    streams, sizes = len(kind.sizes), np.array(kind.sizes)
+    streams, sizes = len(shape.sizes), np.array(shape.sizes)
     fitting = {}
     for name, (base, step) in PACKINGS.items():
         rest = frames - (base + step * np.arange(streams))
         if name != packing and ((rest >= 0) & (rest < sizes)).all() and (streams > 1 or step == 0):
             fitting[repr(name)] = f"{base} + {step} x place"
     if fitting:
-        one, offset = " or ".join(fitting), " or ".join(fitting.values())
+        names, offset = " or ".join(fitting), " or ".join(fitting.values())
         advice = f"say so with --read.packing {next(iter(fitting))[1:-1]} if that is how they were made"
-        return f"all of them fit packing {one} ({offset} added); {advice}"
+        return f"all of them fit packing {names} ({offset} added); {advice}"
     low, high, size = int(frames.min()), int(frames.max()), int(sizes.max())
     if size <= high < size + 64 and low >= 0:
         return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
@@ -257,10 +257,10 @@ def check_order(items: Iterable[Row | Broken], said: str, format: str) -> None:
         if isinstance(item, Broken):
             continue
         codes = [turn.answer_codes for turn in item.turns if turn.answer_codes is not None]
-        found = [code.frames.numpy() for code in codes if code.codec == "snac" and code.order == said]
-        if found:
+        arrays = [code.frames.numpy() for code in codes if code.codec == "snac" and code.order == said]
+        if arrays:
             rows.append(item.where)
-            frames.append(np.concatenate(found, axis=1))
+            frames.append(np.concatenate(arrays, axis=1))
     total = sum(part.shape[1] for part in frames)
     if len(rows) < FEWEST_ROWS or total < FEWEST_FRAMES:
         return
@@ -281,7 +281,7 @@ def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
     import numpy as np
 
     size = CODECS.find("snac").codebook_sizes[0]
-    counts = np.stack([[np.bincount(place, minlength=size) for place in part] for part in frames]).astype(float)  # [R, 7, C]
+    counts = np.stack([[np.bincount(stream, minlength=size) for stream in part] for part in frames]).astype(float)  # [R, 7, C]
     total = counts.sum(0)
 
     def excess(pairs: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -58,25 +58,25 @@ def find_shards(path: str) -> list[DataFile]:
     """The shards at `path`: a file, all in a folder and below it, or those that a pattern in the last part fits (`a-*.tar`).
     They are sorted by name. UserError where there are none, or of both kinds."""
     address = find_address(path)
-    place, shards = shown(address) if address else path, list[DataFile]()
+    location, shards = shown(address) if address else path, list[DataFile]()
     name = (address or path).rstrip("/").rpartition("/")[2]
     pattern = name if any(c in name for c in "*[") and not (address is None and Path(path).exists()) else ""
     if address is not None:
         if not pattern and bare(address).endswith(KINDS):
             shards = [looked_up(address)]
         else:
-            found = list_objects(parent(address) if pattern else address, deep=not pattern)
-            shards += (one for one in found if not pattern or fnmatch.fnmatchcase(one.name, pattern))
+            objects = list_objects(parent(address) if pattern else address, deep=not pattern)
+            shards += (shard for shard in objects if not pattern or fnmatch.fnmatchcase(shard.name, pattern))
     elif pattern:
         shards += sorted(Path(path).parent.glob(pattern))
     else:
         check_there(path, "data", f"data {path} does not exist: name a shard, a folder of shards, or a pattern such as a-*.tar")
         shards += sorted(Path(path).rglob("*")) if Path(path).is_dir() else [Path(path)]
-    shards = [one for one in shards if one.name.endswith(KINDS) and not one.name.startswith(".")]
-    kinds = {Path(one.name).suffix for one in shards}
+    shards = [shard for shard in shards if shard.name.endswith(KINDS) and not shard.name.startswith(".")]
+    kinds = {Path(shard.name).suffix for shard in shards}
     if len(kinds) != 1:
         held = "shards of both kinds" if kinds else "no shard"
-        raise UserError(f"data {place} has {held} (.tar of WebDataset, .parquet): name those to read, such as by a-*.tar")
+        raise UserError(f"data {location} has {held} (.tar of WebDataset, .parquet): name those to read, such as by a-*.tar")
     return shards
 
 
@@ -124,7 +124,7 @@ def _opened(shard: DataFile) -> datasets.IterableDataset:
     features = builder.as_streaming_dataset("train").features or {}
     # What is typed as sound, `datasets` would encode again, for which it takes torchcodec; bytes stay as they are.
     builder.info.features = Features(
-        {name: Value("binary") if hasattr(kind, "decode_example") else kind for name, kind in features.items()}
+        {name: Value("binary") if hasattr(feature, "decode_example") else feature for name, feature in features.items()}
     )
     return builder.as_streaming_dataset("train")
 
@@ -132,7 +132,7 @@ def _opened(shard: DataFile) -> datasets.IterableDataset:
 def _flat(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields as readers take them: those of `json` beside the others, and bytes as recordings."""
     inner = fields.get("json")
-    outer = {name: {"bytes": one, "path": None} if isinstance(one, bytes) else one for name, one in fields.items()}
+    outer = {name: {"bytes": value, "path": None} if isinstance(value, bytes) else value for name, value in fields.items()}
     return {**inner, **outer} if isinstance(inner, Mapping) else outer
 
 
@@ -194,10 +194,10 @@ class ParquetRecords(Records):
         import pyarrow.parquet as pq
 
         # Buffered, as otherwise a column of a row group is read whole; checksums are verified where the file has them.
-        one = pointed_at(self.path)
-        if one is None:
+        stored_object = pointed_at(self.path)
+        if stored_object is None:
             refuse_pointer(self.path)
-        file, buffer = (self.path, _BUFFER) if one is None else (ObjectReader(one), PIECE)
+        file, buffer = (self.path, _BUFFER) if stored_object is None else (ObjectReader(stored_object), PIECE)
         return pq.ParquetFile(file, buffer_size=buffer, pre_buffer=False, page_checksum_verification=True)
 
     def _groups(self) -> list[int]:
@@ -247,8 +247,8 @@ class ParquetRecords(Records):
                 try:
                     for batch in file.iter_batches(batch_size=_BATCH, row_groups=[number]):
                         plain = cache(partial(plain_rows, batch))  # rows that are skipped are not made plain
-                        for place in range(min(len(batch), end - row)):
-                            yield _StoredRow(row, "", plain, place)
+                        for index in range(min(len(batch), end - row)):
+                            yield _StoredRow(row, "", plain, index)
                             row += 1
                 except (pa.ArrowException, OSError) as error:
                     why = f"lies in or behind a damaged page of row group {number} ({one_line(error)})"
@@ -258,17 +258,17 @@ class ParquetRecords(Records):
 
     def _record(self, raw: _StoredRow) -> Record:
         where = str(self.path) if self._problem else f"{self.path} row {raw.number}"
-        data, problem = ({}, raw.problem) if raw.plain is None else raw.plain()[raw.place]
+        data, problem = ({}, raw.problem) if raw.plain is None else raw.plain()[raw.offset]
         return Record(where, finite(data), problem)
 
 
 class _StoredRow(NamedTuple):
-    """A row of a Parquet file: its number, and what makes its batch plain and its place there, or why it cannot be read."""
+    """A row of a Parquet file: its number, its batch as plain rows and its offset there, or why it cannot be read."""
 
     number: int
     problem: str
     plain: Callable[[], list[tuple[dict[str, Any], str]]] | None = None
-    place: int = 0
+    offset: int = 0
 
 
 def plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:
@@ -289,6 +289,6 @@ def _plain_row(batch: Any, unfit: tuple[type[Exception], ...]) -> tuple[dict[str
         try:
             data[name] = column[0].as_py()
         except unfit as error:
-            what = "holds a text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
-            return {}, f"its column {name!r} {what} ({one_line(error)}): fix or drop it"
+            problem = "holds a text that is not UTF-8" if isinstance(error, UnicodeDecodeError) else "cannot be read"
+            return {}, f"its column {name!r} {problem} ({one_line(error)}): fix or drop it"
     return data, ""

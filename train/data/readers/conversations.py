@@ -65,7 +65,7 @@ def turns_of(
     Recordings of the record belong to the tags in the texts, in their order; without tags, to the questions. UserError where
     they are not as many, where a message says nothing, or is by an unknown speaker, and where sides do not alternate."""
     asked = _pairs(messages)
-    heard = {place: files.sound(one) for place, one in _assigned(recordings_of(data), asked).items()}
+    heard = {position: files.sound(recording) for position, recording in _assigned(recordings_of(data), asked).items()}
     coded = iter(codes([answer.message for _, answer in asked if answer is not None]))
     turns = []
     for index, (question, answer) in enumerate(asked):
@@ -122,24 +122,24 @@ def _assigned(value: Any, asked: Sequence[tuple[Said, Said | None]]) -> dict[tup
     if value is None and not any(said and (said.recordings or "<" in said.text) for pair in asked for said in pair):
         return {}
     sides = {(i, side): said for i, pair in enumerate(asked) for side, said in enumerate(pair) if said is not None}
-    out = {place: list(said.recordings) for place, said in sides.items()}
-    wanted = {place: tags(said.text) for place, said in sides.items() if not said.recordings}
-    given = listed(value)
+    out = {position: list(said.recordings) for position, said in sides.items()}
+    wanted = {position: tags(said.text) for position, said in sides.items() if not said.recordings}
+    recordings = listed(value)
     if sum(wanted.values()):
-        there = [one for one in given if present(one)]
-        if len(there) != sum(wanted.values()):
-            raise UserError(f"its texts have tags (<audio>) of {sum(wanted.values())} recordings, {len(there)} are there")
-        for place, count in wanted.items():
-            out[place], there = there[:count], there[count:]
-    elif given:
-        if len(given) not in (1, len(asked)):
-            raise UserError(f"has {len(given)} recordings for {len(asked)} questions: fix the row")
-        for index, one in enumerate(given, len(asked) - len(given)):
-            out[index, 0] += [one] if present(one) else []
-    for (index, side), found in out.items():
-        if len(found) > 1:
-            raise UserError(f"{'answer' if side else 'question'} {index} has {len(found)} recordings, not one: join them")
-    return {place: found[0] for place, found in out.items() if found}
+        named = [recording for recording in recordings if present(recording)]
+        if len(named) != sum(wanted.values()):
+            raise UserError(f"its texts have tags (<audio>) of {sum(wanted.values())} recordings, {len(named)} are there")
+        for position, count in wanted.items():
+            out[position], named = named[:count], named[count:]
+    elif recordings:
+        if len(recordings) not in (1, len(asked)):
+            raise UserError(f"has {len(recordings)} recordings for {len(asked)} questions: fix the row")
+        for index, recording in enumerate(recordings, len(asked) - len(recordings)):
+            out[index, 0] += [recording] if present(recording) else []
+    for (index, side), heard in out.items():
+        if len(heard) > 1:
+            raise UserError(f"{'answer' if side else 'question'} {index} has {len(heard)} recordings, not one: join them")
+    return {position: heard[0] for position, heard in out.items() if heard}
 
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
@@ -154,16 +154,16 @@ def chat_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderO
 
 def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """Make the row of one instruction; UserError where it is broken."""
-    asked, given, answered = text(data, "instruction", needed=True), text(data, "input"), text(data, "output", needed=True)
+    asked, context, answered = text(data, "instruction", needed=True), text(data, "input"), text(data, "output", needed=True)
     if not asked or not answered:
         raise UserError(f"has no {'output' if asked else 'instruction'}: drop the row")
-    said = [*_history(data), f"{asked}\n\n{given}" if given else asked, answered]
+    said = [*_history(data), f"{asked}\n\n{context}" if context else asked, answered]
     if recordings_of(data) and not any(map(tags, said)):
         raise UserError(
             "has a recording beside its texts, and none has a tag of it, such as <audio>: drop the row, or write tables with "
             "question_audio, question_text, answer_text (--read.format table)"
         )
-    messages = [{"role": "assistant" if number % 2 else "user", "content": one} for number, one in enumerate(said)]
+    messages = [{"role": "assistant" if number % 2 else "user", "content": content} for number, content in enumerate(said)]
     turns = turns_of(data, messages, files)
     return make_row(turns, options, "alpaca", where, id=text(data, "id"), system=text(data, "system"))
 
@@ -173,9 +173,9 @@ def _history(data: Mapping[str, Any]) -> list[str]:
     said: list[str] = []
     history = data.get("history") or []
     for entry in history if isinstance(history, list) else [None]:
-        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(one, str) and one.strip() for one in entry):
+        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, str) and part.strip() for part in entry):
             raise UserError("field 'history' is not a list of [question, answer]: fix the row")
-        said += (check_text(one.strip(), "field 'history'") for one in entry)
+        said += (check_text(part.strip(), "field 'history'") for part in entry)
     return said
 
 
@@ -246,7 +246,7 @@ def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: R
     messages = items(data, "conversations")
     units = next((data[name] for name in _UNITS if data.get(name) is not None), None)
     turns = turns_of(
-        data, messages, files, lambda answers: [_unit_codes(one, files, options) for one in _for_each(units, len(answers))]
+        data, messages, files, lambda answers: [_unit_codes(unit, files, options) for unit in _for_each(units, len(answers))]
     )  # fmt: skip
     return make_row(turns, options, "llama-omni", where, id=text(data, "id"), system=system_of(data, messages))
 
@@ -321,8 +321,8 @@ def history(question: str) -> list[RowTurn]:
 
 def _code_field(data: Mapping[str, Any], codec: str) -> str:
     """Name of the field whose codes are used: that of the wanted codec, or else the first that is not empty."""
-    there = [field for field in _CODES if data.get(field)]
-    return next((field for field in there if codec and codec.startswith(_CODES[field])), there[0] if there else "")
+    filled = [field for field in _CODES if data.get(field)]
+    return next((field for field in filled if codec and codec.startswith(_CODES[field])), filled[0] if filled else "")
 
 
 VOICE_ASSISTANT = RecordReader(

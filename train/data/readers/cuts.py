@@ -49,9 +49,9 @@ def cut_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOp
     """Make the row of one cut or one line of a NeMo manifest; UserError where it is broken."""
     if "audio_filepath" in data:
         return _nemo_row(data, where, files, options)
-    kind = text(data, "type") or "MonoCut"
-    if kind not in ("MonoCut", "MultiCut"):
-        raise UserError(f"is a {kind}: only MonoCut and MultiCut are read, write such cuts to files of their own first")
+    cut_type = text(data, "type") or "MonoCut"
+    if cut_type not in ("MonoCut", "MultiCut"):
+        raise UserError(f"is a {cut_type}: only MonoCut and MultiCut are read, write such cuts to files of their own first")
     supervisions = data.get("supervisions") or []
     if not isinstance(supervisions, list) or not all(isinstance(entry, Mapping) for entry in supervisions):
         raise UserError("its supervisions are no list of objects: fix the row")
@@ -87,20 +87,20 @@ def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) ->
     if not isinstance(recording, Mapping):
         raise UserError("has no recording: fix the row")
     sources = recording.get("sources")
-    found = [
+    candidates = [
         (source, held)
         for source in (sources if isinstance(sources, list) else [])
         if isinstance(source, Mapping) and isinstance(held := source.get("channels", [0]), list)
     ]
-    if not found:
+    if not candidates:
         raise UserError("its recording has no sources: fix the row")
     for channel in channels:
-        if not any(channel in held for _, held in found):
+        if not any(channel in held for _, held in candidates):
             raise UserError(f"channel {channel!r} is in none of the recording's sources: fix the row")
-    fitting = [(source, held) for source, held in found if all(channel in held for channel in channels)]
-    if not fitting or (not channels and len(found) > 1):
-        which = f"channels {', '.join(map(repr, channels))} lie" if channels else "no channel is named, and the recording lies"
-        raise UserError(f"{which} in {len(found)} files, which are not mixed: name one channel")
+    fitting = [(source, held) for source, held in candidates if all(channel in held for channel in channels)]
+    if not fitting or (not channels and len(candidates) > 1):
+        clause = f"channels {', '.join(map(repr, channels))} lie" if channels else "no channel is named, and the recording lies"
+        raise UserError(f"{clause} in {len(candidates)} files, which are not mixed: name one channel")
     source, held = fitting[0]
     if source.get("type", "file") != "file":
         raise UserError(f"the recording is of type {source['type']!r}, not a file: save the cuts with their audio as files")
@@ -108,8 +108,8 @@ def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) ->
     lasting = number(recording, "duration", start + duration)
     if start < 0 or duration <= 0 or start + duration > lasting + 0.1:
         raise UserError(f"the cut goes from {start:.2f} to {start + duration:.2f} s of a recording that lasts {lasting:.2f} s")
-    places = tuple(held.index(channel) for channel in channels)
-    return Segment(text(source, "source", needed=True), start, min(start + duration, lasting), places)
+    indices = tuple(held.index(channel) for channel in channels)
+    return Segment(text(source, "source", needed=True), start, min(start + duration, lasting), indices)
 
 
 def _whole(recording: Any) -> Segment:

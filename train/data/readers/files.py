@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 def entries(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
     """Iterate over the entries of a folder, in no order; over none where it cannot be read."""
-    with suppress(OSError), os.scandir(folder) as found:
-        yield from found
+    with suppress(OSError), os.scandir(folder) as scanned:
+        yield from scanned
 
 
 def walk(folder: str | os.PathLike[str], hidden: bool = True) -> Iterator[os.DirEntry[str]]:
@@ -53,8 +53,8 @@ def walk(folder: str | os.PathLike[str], hidden: bool = True) -> Iterator[os.Dir
 def sorted_walk(folder: str | os.PathLike[str], hidden: bool = True) -> list[tuple[str, bool]]:
     """List as `walk`, in the order of paths (by their parts): relative paths, and whether each is a file (or a link to one)."""
     top = len(os.path.join(folder, ""))
-    found = [(entry.path[top:], is_file(entry)) for entry in walk(folder, hidden)]
-    return sorted(found, key=lambda one: one[0].split("/"))
+    listing = [(entry.path[top:], is_file(entry)) for entry in walk(folder, hidden)]
+    return sorted(listing, key=lambda pair: pair[0].split("/"))
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -110,20 +110,20 @@ class Files:
         folder."""
         return self._locate(name)[0]
 
-    def file(self, name: str, what: str = "audio") -> Path:
-        """The file at a path in the data; UserError where it leaves the folder or is missing. `what` names it in messages."""
-        full = self._present(name, what)[1]
+    def file(self, name: str, noun: str = "audio") -> Path:
+        """The file at a path in the data; UserError where it leaves the folder or is missing. `noun` names it in messages."""
+        full = self._present(name, noun)[1]
         refuse_pointer(full)
         return full
 
-    def _present(self, name: str, what: str = "audio") -> tuple[str, Path]:
-        relative, full = self._locate(name, what)
+    def _present(self, name: str, noun: str = "audio") -> tuple[str, Path]:
+        relative, full = self._locate(name, noun)
         if not full.is_file():
             pointed_at(full)  # it may have been removed from the cache
             raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
         return relative, full
 
-    def _locate(self, name: str, what: str = "audio") -> tuple[str, Path]:
+    def _locate(self, name: str, noun: str = "audio") -> tuple[str, Path]:
         """A path relative to the folder, and the full one."""
         try:
             fit = b"\0" not in os.fsencode(name)
@@ -139,7 +139,7 @@ class Files:
             try:
                 return cut, inside(self.folder, cut)
             except UserError as error:
-                raise UserError(what + str(error).removeprefix("audio")) from error
+                raise UserError(noun + str(error).removeprefix("audio")) from error
         root, full = self.folder.resolve(), Path(cut).resolve()
         if drive or not full.is_relative_to(root):
             raise UserError(
@@ -160,8 +160,8 @@ class Files:
         return self.or_without(lambda: self._sound(value))
 
     def or_without(self, make: Callable[[], Made]) -> Made | None:
-        """What `make` makes of a recording; None where it raises UserError, as the recording is missing or broken, and is
-        optional. What a store refuses or does not answer (StoreError) says nothing about the recording."""
+        """Return what `make` returns; None where it raises UserError, as the recording is missing or broken, and is optional.
+        A StoreError is raised: a store that refuses or does not answer says nothing about the recording."""
         try:
             return make()
         except StoreError:
@@ -242,11 +242,11 @@ def header(source: Path | bytes) -> AudioInfo:
 @contextmanager
 def _opened(path: Path) -> Iterator[Path | BinaryIO]:
     """A context with a recording: its path, or the open object that a pointer file stands for."""
-    one = pointed_at(path)
-    if one is None:
+    stored_object = pointed_at(path)
+    if stored_object is None:
         yield path
         return
-    with guarded(one) as source:
+    with guarded(stored_object) as source:
         yield source
 
 

@@ -44,8 +44,8 @@ class CommonVoice:
         return RecordSource(self.name, [TableRecords(tables[0])], make)
 
     def _tables(self, path: Path) -> list[Path]:
-        found = sorted(path / entry.name for entry in entries(path) if entry.name.endswith(".tsv")) if path.is_dir() else [path]
-        files = [file for file in found if file.suffix == ".tsv"]
+        paths = sorted(path / entry.name for entry in entries(path) if entry.name.endswith(".tsv")) if path.is_dir() else [path]
+        files = [file for file in paths if file.suffix == ".tsv"]
         return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file).header)]
 
 
@@ -70,12 +70,12 @@ class LibriSpeech:
         return path.is_dir() and any(_is_transcript(entry.name) for entry in walk(path))
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        found = [path / name for name, _ in sorted_walk(path) if _is_transcript(name)] if path.is_dir() else [path]
-        if not found:
+        transcripts = [path / name for name, _ in sorted_walk(path) if _is_transcript(name)] if path.is_dir() else [path]
+        if not transcripts:
             raise UserError(f"data folder {path} holds no .trans.txt")
         files = Files.of(path, options)
         make = partial(librispeech_row, files=files, options=options)
-        return RecordSource(self.name, [Transcript(file) for file in found], make)
+        return RecordSource(self.name, [Transcript(file) for file in transcripts], make)
 
 
 class Transcript(JsonLines):
@@ -96,8 +96,8 @@ def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: 
     if not said or Path(name).name != name:
         raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")
     folder = files.relative(data["folder"])
-    there = [ending for ending in SUFFIXES if (Path(data["folder"]) / f"{name}{ending}").is_file()]
-    sound = files.sound(str(Path(folder) / f"{name}{there[0] if there else SUFFIXES[0]}"))
+    endings = [ending for ending in SUFFIXES if (Path(data["folder"]) / f"{name}{ending}").is_file()]
+    sound = files.sound(str(Path(folder) / f"{name}{endings[0] if endings else SUFFIXES[0]}"))
     return make_row([RowTurn(said, sound)], options, "librispeech", where, id=name, speaker=name.split("-")[0])
 
 
@@ -124,8 +124,8 @@ class SoundFiles(Records):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        found = sorted_walk(path, hidden=False)
-        self._names = [name for name, there in found if there and _is_recording(name)] if path.is_dir() else [""]
+        listing = sorted_walk(path, hidden=False)
+        self._names = [name for name, is_regular in listing if is_regular and _is_recording(name)] if path.is_dir() else [""]
 
     def __len__(self) -> int:
         return len(self._names)

@@ -47,7 +47,7 @@ class Said(NamedTuple):
 
 @lru_cache(256)
 def named(pattern: str, *names: str) -> tuple[str, ...]:
-    """Those of the names of fields, or types, that a pattern describes."""
+    """The names of fields, or types, that match a pattern."""
     return tuple(name for name in names if re.fullmatch(pattern, name.replace(" ", "_"), re.IGNORECASE))
 
 
@@ -76,7 +76,7 @@ def tags(text: str) -> int:
     picture = _PICTURE_TAG.search(text)
     if picture is not None:
         raise UserError(f"a text has {picture[0]}, and pictures are not read: drop the row")
-    return sum(not (found["no"] or found["end"]) for found in TAG.finditer(text))
+    return sum(not (match["no"] or match["end"]) for match in TAG.finditer(text))
 
 
 def without_tags(text: str) -> str:
@@ -92,15 +92,15 @@ def refuse_pictures(data: Mapping[str, Any]) -> None:
 
 def recordings_of(data: Mapping[str, Any]) -> Any:
     """The recording, or list of them, that a record names in a field; None for none. UserError where two fields do."""
-    found = [name for name in named(RECORDING, *data) if present(data[name])]
-    if len(found) > 1:
-        raise UserError(f"has recordings in {' and in '.join(map(repr, found))}: keep one of these fields")
-    return data[found[0]] if found else None
+    names = [name for name in named(RECORDING, *data) if present(data[name])]
+    if len(names) > 1:
+        raise UserError(f"has recordings in {' and in '.join(map(repr, names))}: keep one of these fields")
+    return data[names[0]] if names else None
 
 
 def listed(value: Any) -> list[Any]:
     """The recordings in a field that may hold one or several; a list of numbers is one."""
-    if isinstance(value, list) and not any(isinstance(one, int | float) for one in value[:1]):
+    if isinstance(value, list) and not any(isinstance(entry, int | float) for entry in value[:1]):
         return value
     return [value] if present(value) else []
 
@@ -113,26 +113,26 @@ def read_said(message: Mapping[str, Any]) -> Said:
     if isinstance(plain, str) and "<" not in plain:
         return Said(plain.strip(), [], message)
     refuse_pictures(message)
-    kind, own = message.get("type") or "text", recordings_of(message)
+    part_type, own = message.get("type") or "text", recordings_of(message)
     held = next((message[name] for name in ("content", "value", "text") if present(message.get(name))), "")
-    if not isinstance(kind, str) or named(PICTURE, kind):
-        raise UserError(f"has a part of type {kind!r}, and only text and recordings are read: drop the row")
-    if named(RECORDING, kind):
+    if not isinstance(part_type, str) or named(PICTURE, part_type):
+        raise UserError(f"has a part of type {part_type!r}, and only text and recordings are read: drop the row")
+    if named(RECORDING, part_type):
         rest = {name: value for name, value in message.items() if name not in _ABOUT and present(value)}
         return Said("<audio>", listed(own) or listed(held) or listed(rest), message)
     parts = [_read_part(part) for part in (held if isinstance(held, list) else [held])]
     text = "\n".join(filter(None, (part.text.strip() for part in parts)))
-    recordings = [one for part in parts for one in part.recordings]
+    recordings = [recording for part in parts for recording in part.recordings]
     if recordings and not tags(text):
         text = "\n".join(["<audio>"] * len(recordings) + [text])
-    inner = [path for found in TAG.finditer(text) if (path := (found["inner"] or "").strip("./ \n")) and "<" not in path]
+    inner = [path for match in TAG.finditer(text) if (path := (match["inner"] or "").strip("./ \n")) and "<" not in path]
     return Said(text, recordings or listed(own) or inner, message)
 
 
 def _read_part(part: Any) -> Said:
     if isinstance(part, str | int | float) and not isinstance(part, bool):
         return Said(str(part), [], {})
-    kind = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
-    if kind not in _TEXTS and not (isinstance(kind, str) and named(RECORDING, kind)):
-        raise UserError(f"has a part of type {kind!r}, and only parts of type 'text' and 'audio' are read: drop the row")
+    part_type = part.get("type") or "text" if isinstance(part, Mapping) else type(part).__name__
+    if part_type not in _TEXTS and not (isinstance(part_type, str) and named(RECORDING, part_type)):
+        raise UserError(f"has a part of type {part_type!r}, and only parts of type 'text' and 'audio' are read: drop the row")
     return read_said(part)

@@ -44,9 +44,9 @@ def finite(value: Any) -> Any:
     """Plain data without the fields and entries that are NaN or infinite, which JSON and pandas write for what is missing.
     Numbers of a list, such as samples, stay as they are."""
     if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items() if not _lacks(one)}
+        return {name: finite(entry) for name, entry in value.items() if not _lacks(entry)}
     if isinstance(value, list) and (not value or not isinstance(value[0], int | float) or all(map(_lacks, value))):
-        return [finite(one) for one in value if not _lacks(one)]
+        return [finite(entry) for entry in value if not _lacks(entry)]
     return value
 
 
@@ -239,8 +239,8 @@ class TableLayout(NamedTuple):
 
     def open(self, text: str) -> bool:
         """True where a text ends within quotes."""
-        found = '"' in text and self.quoted and isinstance(self.values(text), csv.Error)
-        return found and not isinstance(self.values(text + '"'), csv.Error)
+        unclosed = '"' in text and self.quoted and isinstance(self.values(text), csv.Error)
+        return unclosed and not isinstance(self.values(text + '"'), csv.Error)
 
 
 class TableRecords(TextRecords):
@@ -280,8 +280,8 @@ class TableRecords(TextRecords):
     def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, str | csv.Error]]:
         ahead = deque[tuple[int, str]]()
         lines = itertools.islice(enumerate(_lines(file)), self.layout.lines, None)
-        while (found := ahead.popleft() if ahead else next(lines, None)) is not None:
-            number, line = found
+        while (entry := ahead.popleft() if ahead else next(lines, None)) is not None:
+            number, line = entry
             if line:
                 yield number, self._joined(line, ahead, lines) if self.layout.open(line) else line
 
@@ -291,20 +291,20 @@ class TableRecords(TextRecords):
         taken, own, text = list[tuple[int, str]](), list[int](), line
         last = len(self.layout.values(line + '"')) > 1  # type: ignore[arg-type]
         while self.layout.open(text) and len(text) <= _LONGEST_QUOTE and 2 * len(own) < max(len(taken), 2 * _SURE):
-            found = ahead.popleft() if ahead else next(lines, None)
-            if found is None:
+            entry = ahead.popleft() if ahead else next(lines, None)
+            if entry is None:
                 break
-            taken.append(found)
-            text += f"\n{found[1]}"
-            if self._is_row(found[1], last):
-                own.append(found[0] + 1)
+            taken.append(entry)
+            text += f"\n{entry[1]}"
+            if self._is_row(entry[1], last):
+                own.append(entry[0] + 1)
         values = self.layout.values(text)
         closed = not isinstance(values, csv.Error) and len(values) == len(self.header)
         if (closed or not (own or self.layout.open(text))) and 2 * len(own) < max(1, len(taken)):
             return text
         ahead.extendleft(reversed(taken))
-        which = f"before line {own[0]}, which is a row of its own" if own else "in this row"
-        return csv.Error(f"opens a quote that is not closed {which}: close it, or write the quote twice")
+        location = f"before line {own[0]}, which is a row of its own" if own else "in this row"
+        return csv.Error(f"opens a quote that is not closed {location}: close it, or write the quote twice")
 
     def _is_row(self, line: str, last: bool) -> bool:
         """True for a line of a value for each column; prose has a space after a comma. One that ends in a quote is a row where

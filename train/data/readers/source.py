@@ -32,7 +32,7 @@ _SAMPLE, _TOLD = 8, 20
 
 UNTAKEN = "nothing takes the columns"
 
-Given = TypeVar("Given")
+Input = TypeVar("Input")
 Made = TypeVar("Made")
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
@@ -70,10 +70,10 @@ class RowMapper:
         """UserError also where the record has pictures, or recordings of which none was looked for."""
         refuse_pictures(data)
         row = self.row(data, where, files=self.files, options=self.options)
-        found = recording_fields(data) if self.files.audio != "none" else []
-        if found and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
+        recordings = recording_fields(data) if self.files.audio != "none" else []
+        if recordings and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
             asked = self._asked(data, where, replace(self.files, audio="none"))  # what lacks is counted
-            for name in found:
+            for name in recordings:
                 if name not in asked:
                     raise UserError(
                         f"has {name!r}, a recording that is not read there: call it question_audio (in a table, with "
@@ -131,13 +131,13 @@ class RecordSource(OpenedSource):
             check_pointers(self._files[0].path)  # what was removed meanwhile looks like what is missing
 
 
-def _ahead(work: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
+def _ahead(work: Callable[[Input], Made], inputs: Iterable[Input]) -> Iterator[Made]:
     """Iterate as `map`, where the work waits for a store: a few are begun before they are asked for."""
     begun: deque[Future[Made]] = deque()
     pool = ThreadPoolExecutor(THREADS)
     try:
-        for one in given:
-            begun.append(pool.submit(work, one))
+        for item in inputs:
+            begun.append(pool.submit(work, item))
             if len(begun) > THREADS:
                 yield begun.popleft().result()
         while begun:
@@ -168,10 +168,10 @@ def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
     """Open the file, or those in a folder and below it with these suffixes, sorted by path; UserError where there are none."""
     if not path.is_dir():
         return [open_records(path)]
-    found = [path / name for name, there in sorted_walk(path) if there and _named(name.rpartition("/")[2], endings)]
-    if not found:
+    paths = [path / name for name, is_regular in sorted_walk(path) if is_regular and _named(name.rpartition("/")[2], endings)]
+    if not paths:
         raise UserError(f"data folder {path} holds no file that ends in {', '.join(endings)}")
-    return [open_records(file) for file in found]
+    return [open_records(file) for file in paths]
 
 
 def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
@@ -184,7 +184,7 @@ def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
     """Files of a folder, and of the folders in it, with these suffixes, sorted by path."""
     outer = list(entries(folder))
     inner = itertools.chain.from_iterable(entries(entry.path) for entry in outer if is_folder(entry))
-    return sorted(Path(found.path) for found in (*outer, *inner) if _named(found.name, endings) and is_file(found))
+    return sorted(Path(entry.path) for entry in (*outer, *inner) if _named(entry.name, endings) and is_file(entry))
 
 
 def _named(name: str, endings: Sequence[str]) -> bool:
@@ -219,14 +219,14 @@ class RecordReader:
     def recognise(self, path: Path) -> bool:
         return self.fits(first_record(path, (*self.endings, TAR)))
 
-    def fits(self, found: Mapping[str, Any]) -> bool:
+    def fits(self, record: Mapping[str, Any]) -> bool:
         """True where a record with these fields is of this format."""
-        if not any(fields <= found.keys() for fields in self.fields) or self.absent & found.keys():
+        if not any(fields <= record.keys() for fields in self.fields) or self.absent & record.keys():
             return False
         if self.inner is None:
             return True
         name, fields = self.inner
-        inner = found[name]
+        inner = record[name]
         return isinstance(inner, list) and bool(inner) and isinstance(inner[0], Mapping) and fields <= inner[0].keys()
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
@@ -238,7 +238,7 @@ class RecordReader:
         return source
 
     def maker(self, files: Files, options: ReaderOptions) -> MakeRow:
-        """What makes the row of a record."""
+        """The function that makes the row of a record."""
         return RowMapper(self.row, files, options)
 
 
@@ -261,12 +261,12 @@ def text(data: Mapping[str, Any], *names: str, needed: bool = False) -> str:
     return ""
 
 
-def check_text(said: str, what: str) -> str:
+def check_text(said: str, noun: str) -> str:
     """Return the text; UserError where it has half a surrogate pair, which JSON can write and no file of rows can store."""
     try:
         said.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(f"{what} holds {said[error.start]!a}, half a surrogate pair: fix or drop the row") from error
+        raise UserError(f"{noun} holds {said[error.start]!a}, half a surrogate pair: fix or drop the row") from error
     return said
 
 
@@ -309,11 +309,11 @@ def _untagged(turn: RowTurn) -> RowTurn:
     """The turn without tags of recordings. What stands beside that of a question is about the recording, not what is said."""
     if "<" not in turn.question_text and "<" not in turn.answer_text:
         return turn
-    for name, there in (("question", turn.question_audio), ("answer", turn.answer_audio or turn.answer_codes)):
+    for name, recording in (("question", turn.question_audio), ("answer", turn.answer_audio or turn.answer_codes)):
         said = getattr(turn, f"{name}_text")
         count, tag = tags(said), TAG.search(said)
-        if tag and (count > 1 or (count and not there)):
-            has = f"{tag[0]!r:.60} and so tags of {count} recordings, and {int(bool(there))} is there"
+        if tag and (count > 1 or (count and not recording)):
+            has = f"{tag[0]!r:.60} and so tags of {count} recordings, and {int(bool(recording))} is there"
             raise UserError(f"its {name} has {has}: fix or drop the row")
         if tag:
             rest = "" if count and name == "question" else without_tags(said)

@@ -58,25 +58,25 @@ def columns_of(path: Path) -> list[str]:
 def columns_flag(columns: Iterable[str]) -> str:
     """Suggest the option that maps columns like these, for the command line."""
     plain = {name: name.lower().replace(" ", "_") for name in reversed(list(columns))}
-    found = {field: name for field, usual in _USUAL.items() for name, known in plain.items() if known in usual.split()}
-    maps = ", ".join(f"{field}: {name}" for field, name in found.items()) or "question_text: COLUMN"
+    mapping = {field: name for field, usual in _USUAL.items() for name, known in plain.items() if known in usual.split()}
+    maps = ", ".join(f"{field}: {name}" for field, name in mapping.items()) or "question_text: COLUMN"
     return f"--read.columns '{{{maps}}}'"
 
 
 def unknown(path: Path, formats: Sequence[str]) -> str:
     """Message for data of no known format: what was found, and what to do."""
     named = f"name the format with --read.format, one of {', '.join(formats)} ({PLUGIN})"
-    file, which = path, "it"
+    file, subject = path, "it"
     if path.is_dir():
         files = data_files(path, ENDINGS)
         if not files:
             return f"data {path} is of no format known here: it holds no file that ends in {', '.join(ENDINGS)}; {named}"
-        file, which = files[0], f"its first file, {files[0].relative_to(path)},"
+        file, subject = files[0], f"its first file, {files[0].relative_to(path)},"
     elif not file.name.lower().endswith(ENDINGS):
         return f"data {path} is of no format known here: its name ends in none of {', '.join(ENDINGS)}; {named}"
-    found, advice = _look(file)
+    content, advice = _look(file)
     what_to_do = f"; {advice}, or {named}" if advice else ": name other data"
-    return f"data {path} is of no format known here: {which} {found}{what_to_do}"
+    return f"data {path} is of no format known here: {subject} {content}{what_to_do}"
 
 
 def _look(file: Path) -> tuple[str, str]:
@@ -131,7 +131,7 @@ class TableReader:
         return RecordSource(self.name, list(map(open_records, files)), make)
 
     def maker(self, files: Files, options: ReaderOptions, columns: Collection[str], where: str) -> MakeRow:
-        """What makes the row of a record of a table with these columns; UserError where they do not fit. `where` names it."""
+        """The function that makes rows of a table with these columns; UserError where these do not fit. `where` names it."""
         unknown = [field for field in options.columns if field not in (*TURN, *ROW)]
         if unknown:
             raise UserError(

@@ -71,7 +71,7 @@ EVERYTHING = LeafColumns()
 
 @dataclass(frozen=True)
 class Needed:
-    """What examples need of a source's rows.
+    """The columns that examples need of a source's rows.
 
     Attributes:
         tasks: names of tasks that rows are used for, unless they name one themselves.
@@ -84,11 +84,11 @@ class Needed:
 
     @cached_property
     def first(self) -> LeafColumns:
-        """What is read of every row."""
+        """The columns that are read of every row."""
         return LeafColumns(self._parts(self.tasks))
 
     def next(self, plain: Mapping[str, Any]) -> LeafColumns | None:
-        """What is still to be read of a row of which `plain` has been; None where nothing is."""
+        """The columns still to be read of a row whose first columns are `plain`; None where there are none."""
         wanted = self._parts([plain["task"]]) if plain["task"] else self.first.parts
         turns = plain["turns"] or ()
         lacking = frozenset(part for part in wanted if not all(part in turn for turn in turns))
@@ -220,17 +220,17 @@ class StoredRows:
         self.needed = needed
         self._files, counted = list[DataFile](), list[int]()
         large, absent = False, list[set[str]]()
-        for one in [path] if isinstance(path, (str, os.PathLike)) else path:
-            found, seen = find_files(one), list[int]()
-            counts = found.counts()
-            for metadata, schema in parallel_map(look, found.files if counts is None else found.files[:1]):
+        for location in [path] if isinstance(path, (str, os.PathLike)) else path:
+            data_files, seen = find_files(location), list[int]()
+            counts = data_files.counts()
+            for metadata, schema in parallel_map(look, data_files.files if counts is None else data_files.files[:1]):
                 seen.append(metadata.num_rows)
                 absent.append({name for name in OPTIONAL if name not in schema.names})
                 large = large or has_large_groups(metadata)
-            self._files += found.files
+            self._files += data_files.files
             counted += seen if counts is None else counts
-            if not sum(counted[-len(found.files) :]):
-                raise UserError(f"data {found.path} has no rows: prepare the data again")
+            if not sum(counted[-len(data_files.files) :]):
+                raise UserError(f"data {data_files.path} has no rows: prepare the data again")
         self._ends = list(itertools.accumulate(counted))
         self._copied = _arrow_copy(self._files, absent, cache) if large else None
         self._begin()
@@ -253,7 +253,7 @@ class StoredRows:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def place(self, index: int) -> tuple[int, int]:
+    def locate(self, index: int) -> tuple[int, int]:
         """Number of a row's file, and of the row in it."""
         file = bisect.bisect_right(self._ends, index)
         return file, index - (self._ends[file - 1] if file else 0)
@@ -267,7 +267,7 @@ class StoredRows:
 
     def where(self, index: int) -> str:
         """File and row number within it, for errors."""
-        file, row = self.place(index)
+        file, row = self.locate(index)
         return f"{self._files[file]} row {row}"
 
     def __getitem__(self, index: int) -> Row:
@@ -280,14 +280,14 @@ class StoredRows:
 
     def read(self, index: int, kept: list[KeptGroup]) -> Row:
         """As `self[index]`, with the row's group, which is in `kept` or is added there."""
-        file = self._files[self.place(index)[0]]  # the folder that references are relative to is None in a store
+        file = self._files[self.locate(index)[0]]  # the folder that references are relative to is None in a store
         return from_plain(self._plain(index, kept), file.parent if isinstance(file, Path) else None, self.where(index))
 
     def _plain(self, index: int, kept: list[KeptGroup]) -> dict[str, Any]:
         """Read the needed parts of a row as plain data; others are null. An Arrow copy gives all parts."""
         if self._copied is not None:
             return self._copied[index]
-        number, row = self.place(index)
+        number, row = self.locate(index)
         if self.needed is None:
             return self._columns(number, row, EVERYTHING, kept)
         plain = self._columns(number, row, self.needed.first, kept)
@@ -332,7 +332,7 @@ def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.P
 
     columns = features()
     for name in set().union(*absent):
-        if any(name not in one for one in absent):
+        if any(name not in missing for missing in absent):
             raise UserError(f"only some files of {str(files[0]).rpartition('/')[0]} have a column {name!r}: prepare them again")
         del columns[name]
     try:

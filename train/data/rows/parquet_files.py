@@ -54,10 +54,10 @@ def check_columns(file: DataFile, schema: pa.Schema) -> None:
             raise UserError(
                 f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
             )
-        found = schema.field(field.name).type
-        if found != field.type:
+        actual = schema.field(field.name).type
+        if actual != field.type:
             raise UserError(
-                f"data file {file}: column {field.name!r} is {found}, not {field.type}: its rows are of another format, "
+                f"data file {file}: column {field.name!r} is {actual}, not {field.type}: its rows are of another format, "
                 "convert them first"
             )
 
@@ -113,15 +113,15 @@ def sample_rows(path: str) -> list[Row]:
     """Read the first rows of evenly spaced row groups of evenly spaced files, without those that cannot be read. UserError:
     there is no such file, or one of another format."""
     rows: list[Row] = []
-    found = find_files(path)
-    files = found.files
+    data_files = find_files(path)
+    files = data_files.files
     for file in (files[i] for i in evenly(len(files), FILES)):
         groups = evenly(look(file)[0].num_row_groups, GROUPS)
         for group in groups:
             with suppress(UserError):
                 for plain in first_rows(file, group, -(-ROWS // len(groups))):
                     with suppress(UserError):
-                        rows.append(from_plain(plain, found.folder, str(file)))
+                        rows.append(from_plain(plain, data_files.folder, str(file)))
     return rows
 
 

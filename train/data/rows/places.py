@@ -24,7 +24,7 @@ AT_ONCE = 16
 DataFile: TypeAlias = Path | StoredObject
 """A file of rows: here, or in a store. Its `name`, and its text for messages, are alike."""
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class DataFiles:
     report: StoredObject | None = None
 
     def described(self) -> dict[str, Any]:
-        """What the report of `data prepare` beside the files says; empty where there is none that can be read."""
+        """Read the report of `data prepare` beside the files; empty where there is none that can be read."""
         try:
             if self.folder is not None:
-                found = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+                report = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
             else:
-                found = json.loads(read_range(self.report, 0, self.report.size)) if self.report is not None else {}
+                report = json.loads(read_range(self.report, 0, self.report.size)) if self.report is not None else {}
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return report if isinstance(report, dict) else {}
 
     def counts(self) -> list[int] | None:
         """Numbers of rows of each file by the report, so that none need be opened; None where it does not fit the files."""
@@ -70,28 +70,28 @@ def find_files(path: str | os.PathLike[str]) -> DataFiles:
     address = find_address(path)
     if address is not None:
         return _in_store(address)
-    place = Path(path)
-    files: list[DataFile] = [*sorted(place.glob(f"*{SUFFIX}"))] if place.is_dir() else [place]
+    local = Path(path)
+    files: list[DataFile] = [*sorted(local.glob(f"*{SUFFIX}"))] if local.is_dir() else [local]
     if not files:
         raise UserError(f"data folder {path} holds no {SUFFIX} file: prepare the data first")
     otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
     check_there(Path(str(files[0])), "data", otherwise, Path.is_file)
-    return DataFiles(os.fspath(path), files, place if place.is_dir() else place.parent)
+    return DataFiles(os.fspath(path), files, local if local.is_dir() else local.parent)
 
 
 def _in_store(address: str) -> DataFiles:
     if bare(address).endswith(SUFFIX):
         return DataFiles(shown(address), [looked_up(address)], None)
-    found = listed(address)
-    files: list[DataFile] = [one for one in found if one.name.endswith(SUFFIX) and not one.name.startswith(".")]
+    objects = listed(address)
+    files: list[DataFile] = [entry for entry in objects if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
     if not files:
         raise UserError(f"data folder {shown(address)} holds no {SUFFIX} file: prepare the data first")
-    beside = {one.name: one for one in found}
+    beside = {entry.name: entry for entry in objects}
     return DataFiles(shown(address), files, None, beside.get(REPORT))
 
 
 def opened(file: DataFile) -> Any:
-    """What pyarrow reads a file from in place, by positions here, by ranges in a store; OSError where it cannot be opened."""
+    """Open a file for pyarrow: a local one by positions, one of a store by ranges; OSError where it cannot be opened."""
     import pyarrow as pa
 
     if isinstance(file, Path):
@@ -100,8 +100,8 @@ def opened(file: DataFile) -> Any:
 
 
 def parquet_open_kwargs(file: DataFile) -> dict[str, bool]:
-    """How `pyarrow.parquet.ParquetFile` reads a file: columns side by side are one request to a store. None is mapped
-    (`memory_map`): a file that gets shorter while it is read would end the process."""
+    """Arguments of `pyarrow.parquet.ParquetFile`: of a store, columns side by side are one request. No file is mapped
+    (`memory_map`): one that gets shorter while it is read would end the process."""
     return {"pre_buffer": not isinstance(file, Path)}
 
 
@@ -120,8 +120,8 @@ def brought(file: DataFile) -> str:
     return str(file if isinstance(file, Path) else local_file(file))
 
 
-def parallel_map(look: Callable[[DataFile], Found], files: Iterable[DataFile]) -> Iterator[Found]:
-    """What `look` finds in each file; a store's files are looked at side by side."""
+def parallel_map(look: Callable[[DataFile], Result], files: Iterable[DataFile]) -> Iterator[Result]:
+    """Yield the results of `look` for each file, in order; a store's files are looked at in threads."""
     files = list(files)
     if not any(isinstance(file, StoredObject) for file in files):
         yield from map(look, files)

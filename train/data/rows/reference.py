@@ -87,8 +87,8 @@ class Reference:
     @classmethod
     def of_object(cls, address: str, part: SoundPart | None = None) -> Reference:
         """Name an object of a store as it is now; UserError where it cannot be looked at."""
-        found = look_up(address)
-        return cls(found.address, found.size, version=found.version, part=part)
+        stored = look_up(address)
+        return cls(stored.address, stored.size, version=stored.version, part=part)
 
     @classmethod
     def read(cls, text: str | None) -> Reference | None:
@@ -106,8 +106,8 @@ class Reference:
         if "size" not in numbers or (here and not {"time", "crc32"} <= numbers.keys()):
             return None
         part = SoundPart(numbers.pop("start"), numbers.pop("stop"), channels) if {"start", "stop"} <= numbers.keys() else None
-        place = os.fsdecode(unquote_to_bytes(address[len(FILE) :])) if here else unquote(address)
-        return cls(place, version=fields.get("version", ""), part=part, **numbers)
+        location = os.fsdecode(unquote_to_bytes(address[len(FILE) :])) if here else unquote(address)
+        return cls(location, version=fields.get("version", ""), part=part, **numbers)
 
     def __str__(self) -> str:
         fields: dict[str, Any] = {"size": self.size}
@@ -171,13 +171,13 @@ class Reference:
             if self._check() != before:
                 raise UnfitReference("changed_reference", f"{self.name} changes while it is read: wait, then {AGAIN}")
             return
-        one = StoredObject(self.address, self.size, self.version)
+        stored_object = StoredObject(self.address, self.size, self.version)
         try:
             if not self.version.startswith('"'):  # a condition that no request can have
-                found = look_up(self.address)
-                if (found.size, found.version) != (self.size, self.version):
+                current = look_up(self.address)
+                if (current.size, current.version) != (self.size, self.version):
                     raise ChangedError(self.name)
-            with _read(one, self.part) as source:
+            with _read(stored_object, self.part) as source:
                 yield source
         except ChangedError as error:
             text = f"{self.name} is not the recording that the data was prepared with: bring that back, or {AGAIN}"
@@ -186,7 +186,7 @@ class Reference:
             raise UnfitReference("missing_reference", f"{error}: bring it back, or {AGAIN}") from error
 
     def _check(self) -> tuple[int, int]:
-        """Size and time of a file that is the one that was named."""
+        """Size and time of the file, which is checked to be the one that was named."""
         try:
             state = os.stat(self.address)
             now = (state.st_size, state.st_mtime_ns)
@@ -196,10 +196,10 @@ class Reference:
             text = f"recording {self.name} cannot be read ({why}): bring it back, or {AGAIN}"
             raise UnfitReference("missing_reference", text) from error
         if not same:
-            what = f"it has {now[0]} bytes and had {self.size}" if now[0] != self.size else "its content is another one"
+            change = f"it has {now[0]} bytes and had {self.size}" if now[0] != self.size else "its content is another one"
             raise UnfitReference(
                 "changed_reference",
-                f"recording {self.name} is not the one that the data was prepared with ({what}): bring that back, or {AGAIN}",
+                f"recording {self.name} is not the one that the data was prepared with ({change}): bring that back, or {AGAIN}",
             )
         return now
 
@@ -212,8 +212,8 @@ class PointedRecording(Reference):
     @classmethod
     def of(cls, file: str | os.PathLike[str]) -> PointedRecording | None:
         """The recording that a pointer file stands for; None for another file."""
-        one = pointed_at(file)
-        return None if one is None else cls(one.address, one.size, version=one.version)
+        stored_object = pointed_at(file)
+        return None if stored_object is None else cls(stored_object.address, stored_object.size, version=stored_object.version)
 
     @contextmanager
     def _opened(self) -> Iterator[str | BinaryIO]:
@@ -222,12 +222,12 @@ class PointedRecording(Reference):
 
 
 @contextmanager
-def _read(one: StoredObject, part: SoundPart | None) -> Iterator[BinaryIO]:
+def _read(stored_object: StoredObject, part: SoundPart | None) -> Iterator[BinaryIO]:
     """A context with a recording of a store: all of it in memory, or open at any place for a part."""
     if part is None:
-        yield io.BytesIO(ObjectReader(one).read())
+        yield io.BytesIO(ObjectReader(stored_object).read())
         return
-    with guarded(one) as source:
+    with guarded(stored_object) as source:
         yield source
 
 

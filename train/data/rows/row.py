@@ -151,18 +151,18 @@ def inside(folder: Path | None, path: str) -> Path:
         if ".." not in parts and Path(full).parent == _blobs(root):
             return root / path  # the name before links are resolved
         for count in range(1, len(parts) + 1):
-            place = root.joinpath(*parts[:count])
-            if not place.resolve().is_relative_to(root) and place.is_symlink():
-                advice = f"{'/'.join(parts[:count])!r} in it is a link to {place.resolve()}; put its files there (cp -rL)"
+            prefix = root.joinpath(*parts[:count])
+            if not prefix.resolve().is_relative_to(root) and prefix.is_symlink():
+                advice = f"{'/'.join(parts[:count])!r} in it is a link to {prefix.resolve()}; put its files there (cp -rL)"
                 break
     raise UnfitReference("escaping_reference", f"audio {path!r} leaves the data's folder {folder}: {advice}")
 
 
 def _blobs(folder: Path) -> Path | None:
     """Folder that holds the files of a Hugging Face cache's snapshot (`datasets--x--y/snapshots/REVISION`); None for others."""
-    for place in (folder, *folder.parents):
-        repository = place.parent.parent
-        if place.parent.name == "snapshots" and repository.name.startswith(("datasets--", "models--", "spaces--")):
+    for ancestor in (folder, *folder.parents):
+        repository = ancestor.parent.parent
+        if ancestor.parent.name == "snapshots" and repository.name.startswith(("datasets--", "models--", "spaces--")):
             return repository / "blobs"
     return None
 

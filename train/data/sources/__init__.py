@@ -20,7 +20,7 @@ from omni.plugins import Registry, load_plugins
 
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
-    from train.console.progress import Kind
+    from train.console.progress import Progress
     from train.data.sources.stored import MadeSource
 
 
@@ -57,7 +57,7 @@ class SourceOptions:
     def check(self) -> None:
         """Refuses (UserError) files that are not there, before a run starts."""
 
-    def prepare(self, progress: Kind) -> None:
+    def prepare(self, progress: Progress) -> None:
         """Makes what training would otherwise wait for, once before it starts."""
 
 

@@ -116,20 +116,20 @@ def _points(weight: Weight) -> Points:
     return ((0.0, weight),) if isinstance(weight, float | int) else weight
 
 
-def weight_at(weight: Weight, place: float) -> float:
+def weight_at(weight: Weight, position: float) -> float:
     """The weight at a draw."""
     points = _points(weight)
-    number = bisect_right(points, place, key=lambda point: point[0])
+    number = bisect_right(points, position, key=lambda point: point[0])
     if number in (0, len(points)):
         return points[min(number, len(points) - 1)][1]
     (a, low), (b, high) = points[number - 1 : number + 1]
-    return low + (high - low) * (place - a) / (b - a)
+    return low + (high - low) * (position - a) / (b - a)
 
 
 def _weights_by_place(weights: Sequence[Weight]) -> dict[float, list[float]]:
     """All weights at each place of a point, and at 0."""
-    places = sorted({0.0, *(place for weight in weights for place, _ in _points(weight))})
-    return {place: [weight_at(weight, place) for weight in weights] for place in places}
+    positions = sorted({0.0, *(position for weight in weights for position, _ in _points(weight))})
+    return {position: [weight_at(weight, position) for weight in weights] for position in positions}
 
 
 def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float = math.inf) -> None:
@@ -143,20 +143,20 @@ def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float 
         points = _points(weight)
         if not points:
             raise UserError(f"{name} is an empty list: give a number, or points such as [[0, 1], [100000, 0.5]]")
-        for place, value in points:
-            at = "" if points is not weight else f" at {place:g}"
+        for position, value in points:
+            at = "" if points is not weight else f" at {position:g}"
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} is {value:g}{at}; weights are numbers of at least 0")
-            if not 0 <= place <= most or not math.isfinite(place):
+            if not 0 <= position <= most or not math.isfinite(position):
                 limit = "" if math.isinf(most) else f" and at most {most:g}"
-                raise UserError(f"{name} has a point at {place:g}; places are numbers of at least 0{limit}")
+                raise UserError(f"{name} has a point at {position:g}; places are numbers of at least 0{limit}")
         for (a, _), (b, _) in itertools.pairwise(points):
             if b <= a:
                 raise UserError(f"{name} has a point at {b:g} after one at {a:g}; give the points in increasing order")
     by_place = _weights_by_place(weights)
-    for place, now in by_place.items():
+    for position, now in by_place.items():
         if not any(now):
-            at = "" if len(by_place) == 1 else f" at {place:g}"
+            at = "" if len(by_place) == 1 else f" at {position:g}"
             raise UserError(f"no weight is above 0{at} among {', '.join(names)}: give at least one source a weight above 0{at}")
 
 
@@ -199,24 +199,24 @@ class TaskMixture:
         return seeded_rng(seed, "task", draw, turn).choices(list(weights), list(weights.values()))[0]
 
 
-def check_weights(what: str, weights: Mapping[str, float]) -> None:
+def check_weights(noun: str, weights: Mapping[str, float]) -> None:
     """Refuse weights that do not make a mixture (UserError)."""
     bad = [name for name, weight in weights.items() if not (math.isfinite(weight) and weight >= 0)]
     if bad:
-        raise UserError(f"{what}: the weight of {bad[0]!r} is {weights[bad[0]]}; weights are numbers of at least 0")
+        raise UserError(f"{noun}: the weight of {bad[0]!r} is {weights[bad[0]]}; weights are numbers of at least 0")
     if not weights or sum(weights.values()) <= 0:
-        raise UserError(f"{what}: no weight is above 0; name at least one with its weight")
+        raise UserError(f"{noun}: no weight is above 0; name at least one with its weight")
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A draw: number `number`, which is row `index` of source `source`. `place`: the window that the row is read with, or the
-    row's place in a stream; None where rows are read one by one."""
+    """A draw: number `number`, which is row `index` of source `source`. `source_draw`: the window that the row is read with, or
+    the row's place in a stream; None where rows are read one by one."""
 
     number: int
     source: int
     index: int
-    place: WindowDraw | StreamDraw | None = None
+    source_draw: WindowDraw | StreamDraw | None = None
 
 
 class Mixture:
@@ -271,15 +271,15 @@ class Mixture:
         if source not in self.windows:
             return Draw(number, source, self._index(source, number, count))
         windows = self.windows[source]
-        epoch, place = divmod(count, windows.rows)
-        row, start = windows.find(place, packers, self.seed, "epoch", source, epoch)
+        epoch, position = divmod(count, windows.rows)
+        row, start = windows.find(position, packers, self.seed, "epoch", source, epoch)
         return Draw(number, source, row, WindowDraw(packer, (epoch, start)))
 
     def _shares_of(self, packer: int, packers: int) -> Shares:
         """Shares of the draws of one packer, in which each source's row number m is row packer + packers * m."""
         if (packer, packers) not in self._shares:
             weights = [
-                weight if isinstance(weight, float | int) else tuple((place / packers, value) for place, value in weight)
+                weight if isinstance(weight, float | int) else tuple((position / packers, value) for position, value in weight)
                 for weight in self.weights
             ]
             limits = [None if limit is None else max(0, -(-(limit - packer) // packers)) for limit in self.limits]
@@ -292,7 +292,7 @@ class Mixture:
             return 0, mine
         shares = self._shares_of(packer, packers)
         shares.check(mine)
-        block, place = divmod(mine, shares.block)
+        block, position = divmod(mine, shares.block)
         known, draws = self._blocks.get((packer, packers), (-1, []))
         if known != block:
             dealt = [range(*of) for of in shares.dealt(block)]
@@ -301,12 +301,12 @@ class Mixture:
             ascending = [iter(numbers) for numbers in dealt]
             draws = [(source, next(ascending[source])) for source in (sources[i] for i in order)]
             self._blocks[packer, packers] = block, draws
-        return draws[place]
+        return draws[position]
 
     def _index(self, source: int, number: int, count: int) -> int:
         """Index of a source's row for draw `number`, which is the source's own draw number `count`."""
         size = self.sources[source].size
         if size is None:
             return number
-        epoch, place = divmod(count, size)
-        return shuffled(place, size, self.seed, "epoch", source, epoch)
+        epoch, position = divmod(count, size)
+        return shuffled(position, size, self.seed, "epoch", source, epoch)

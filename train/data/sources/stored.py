@@ -35,8 +35,8 @@ KEPT_EPOCHS = 2
 
 
 class WindowDraw(NamedTuple):
-    """How long what is read with a row is needed: until its packer comes to another window. `window`: epoch, and the place in
-    it where the window starts."""
+    """The packer and window of a draw: what is read with its row is kept until the packer comes to another window. `window`:
+    epoch, and the position in it where the window starts."""
 
     packer: int
     window: tuple[int, int]
@@ -55,9 +55,9 @@ class Windows:
         self.rows, self.pieces = int(starts[-1]), len(starts) - 1
         self._orders: OrderedDict[tuple[int | str, ...], tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
-    def find(self, place: int, packers: int, *epoch: int | str) -> tuple[int, int]:
-        """The row of draw `place` of the epoch with this key, and where its window starts, for so many packers in turn."""
-        run, mine = place % packers, place // packers
+    def find(self, position: int, packers: int, *epoch: int | str) -> tuple[int, int]:
+        """The row of draw `position` of the epoch with this key, and where its window starts, for so many packers in turn."""
+        run, mine = position % packers, position // packers
         length, longer = divmod(self.rows, packers)
         first = run * length + min(run, longer)
         order, ends = self._order(epoch)
@@ -186,7 +186,7 @@ class StoredSource:
         return k * len(self.rows) // len(self._held_out)
 
 
-def drawn_row(source: Any, index: int, place: WindowDraw | StreamDraw | None = None) -> Row:
+def drawn_row(source: Any, index: int, draw: WindowDraw | StreamDraw | None = None) -> Row:
     """Row `index` of a source; of a window, or from its place in a stream, where it has been drawn so."""
-    row: Row = source.row(index) if place is None else source.row(index, place)
+    row: Row = source.row(index) if draw is None else source.row(index, draw)
     return row

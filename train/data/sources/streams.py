@@ -128,13 +128,13 @@ class PackerStream:
                         "data.micro_batches"
                     )
             if self._records is None:
-                place = shuffled(mine[shard], self.shards, *self.key, "shards", epoch)
-                self._records = self.opened(place, record)
-            found = next(self._records, None)
-            if found is not None and record % parts == part:
-                block.append(found)
+                index = shuffled(mine[shard], self.shards, *self.key, "shards", epoch)
+                self._records = self.opened(index, record)
+            item = next(self._records, None)
+            if item is not None and record % parts == part:
+                block.append(item)
             record += 1
-            if found is None or found.error:
+            if item is None or item.error:
                 self._records, shard, record = None, shard + 1, 0
         return block, StreamMark(number + len(block), epoch, shard, record)
 
@@ -142,8 +142,8 @@ class PackerStream:
         """Places of the packer's shards in an epoch, and which part of their rows it takes, of how many."""
         if self.packers <= self.shards:
             return range(self.packer, self.shards, self.packers), (0, 1)
-        place = self.packer % self.shards
-        return (place,), (self.packer // self.shards, -(-(self.packers - place) // self.shards))
+        position = self.packer % self.shards
+        return (position,), (self.packer // self.shards, -(-(self.packers - position) // self.shards))
 
 
 @dataclass(frozen=True)
@@ -251,5 +251,5 @@ def _files(path: str, options: ReaderOptions) -> Files:
     """The files that records may name: of a folder here; in a store, records hold their sound."""
     if find_address(path) is not None and not options.folder:
         return Files(None, options.prefix, options.audio)
-    place = Path(path)
-    return Files.of(place if place.exists() else place.parent, options)
+    local = Path(path)
+    return Files.of(local if local.exists() else local.parent, options)

@@ -120,15 +120,15 @@ def phonemes(word: str, language: str = "en-us") -> tuple[str, ...]:
     check_voice(language)
     text = ctypes.c_char_p(word.encode() + b"\0")
     rest = ctypes.cast(text, ctypes.c_void_p)
-    found: list[str] = []
+    raw: list[str] = []
     with _lock, _opened() as library:
         if library.espeak_SetVoiceByName(_language_files()[language].name.lower().encode()) != 0:
             raise UserError(f"espeak-ng cannot load the voice {language!r}: reinstall espeakng-loader")
         library.espeak_TextToPhonemes.restype = ctypes.c_char_p
         while rest.value:  # one clause after the other
             clause = library.espeak_TextToPhonemes(ctypes.byref(rest), _UTF8, _IPA | ord("_") << 8)
-            found += _LANGUAGE.sub("_", (clause or b"").decode()).replace(" ", "_").split("_")
-    return tuple(sound for sound in (part.translate(_PROSODY).strip() for part in found) if sound)
+            raw += _LANGUAGE.sub("_", (clause or b"").decode()).replace(" ", "_").split("_")
+    return tuple(sound for sound in (part.translate(_PROSODY).strip() for part in raw) if sound)
 
 
 @functools.cache

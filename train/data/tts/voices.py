@@ -81,12 +81,12 @@ class SpeakingVoice:
         rng, halting = seeded_rng(seed, "speaking", text), seeded_rng(seed, "hesitant", text)
         words = text.split()
         if len(words) > 1 and rng.random() < self.config.pause:
-            place = rng.randrange(len(words) - 1)
-            words[place] += "," * words[place][-1].isalnum()
+            index = rng.randrange(len(words) - 1)
+            words[index] += "," * words[index][-1].isalnum()
         parts = [words]
         if len(words) > 1 and halting.random() < self.config.hesitant:
-            place = halting.randrange(1, len(words))
-            parts = [words[:place], words[place:]]
+            index = halting.randrange(1, len(words))
+            parts = [words[:index], words[index:]]
         sounds = [self.voice.say(" ".join(part), language, seed) for part in parts]
         rate = sounds[0].sample_rate
         before, after = (round(rng.uniform(*self.config.silence) * rate) for _ in range(2))
@@ -125,13 +125,13 @@ def make_voice(spec: str | Mapping[str, float], speaking: SpeakingConfig | None 
     rate and pitch; None for the voices' own."""
     check_spec(spec)
     if not isinstance(spec, str):
-        return MixedVoice({one: make_voice(one, speaking) for one in spec}, spec)
-    kind, _, rest = spec.partition(":")
-    if kind == "espeak":
+        return MixedVoice({part: make_voice(part, speaking) for part in spec}, spec)
+    engine, _, rest = spec.partition(":")
+    if engine == "espeak":
         return EspeakVoice(rest, speaking)
-    if kind == "flite":
+    if engine == "flite":
         return FliteVoice(rest, speaking)
-    if kind == "command":
+    if engine == "command":
         return CommandVoice(rest)
     return CallableVoice(spec, VOICES[spec] if spec in VOICES else imported(spec))
 
@@ -140,20 +140,20 @@ def check_spec(spec: str | Mapping[str, float]) -> None:
     """Refuse a setting that names no voice (UserError), without loading anything."""
     if not isinstance(spec, str):
         check_weights("voice", spec)
-        for one in spec:
-            check_spec(one)
+        for part in spec:
+            check_spec(part)
         return
-    kind, colon, rest = spec.partition(":")
-    if kind in ("espeak", "flite") and (rest or not colon):
-        if kind == "flite" and rest and rest not in FLITE_VOICES:  # it would speak by another one
+    engine, colon, rest = spec.partition(":")
+    if engine in ("espeak", "flite") and (rest or not colon):
+        if engine == "flite" and rest and rest not in FLITE_VOICES:  # it would speak by another one
             raise UserError(f"voice {spec}: flite has no such voice; {closest(rest, FLITE_VOICES)}")
         return
-    if kind == "command":
+    if engine == "command":
         CommandVoice(rest)
         return
     if spec.lstrip().startswith(("{", "[")):
         raise UserError(f"voice {spec}: give several voices with a number each, their weight: '{{espeak: 3, flite: 1}}'")
-    if spec not in VOICES and not (kind and rest):
+    if spec not in VOICES and not (engine and rest):
         raise UserError(
             f"voice {spec!r} is unknown; use espeak, espeak:en-us+f3, flite, 'command:prog {{text}} {{out}}', module:callable "
             f"or the name of a plug-in's ({', '.join(VOICES) or 'none is loaded: --plugin'})"
@@ -253,11 +253,11 @@ def _accents(language: str) -> tuple[str, ...]:
     wanted = (language or "en").lower().replace("_", "-")
     for name in (wanted, wanted.partition("-")[0]):
         main = "en-us" if name == "en" else name
-        found = [one for one in languages() if one == name or one.startswith(name + "-")]
+        accents = [accent for accent in languages() if accent == name or accent.startswith(name + "-")]
         # Left out: accents with a script of their own (en-shaw), which ordinary text is not in, and island accents.
-        found = [one for one in found if one == main or one in _ENGLISH or name.partition("-")[0] != "en"]
-        if found:
-            return (main, *(one for one in found if one != main)) if main in found else tuple(found)
+        accents = [accent for accent in accents if accent == main or accent in _ENGLISH or name.partition("-")[0] != "en"]
+        if accents:
+            return (main, *(accent for accent in accents if accent != main)) if main in accents else tuple(accents)
     raise UserError(f"espeak-ng does not speak the language {language!r}: give another voice, or the rows another language")
 
 
@@ -272,9 +272,9 @@ class CommandVoice:
             self.words = shlex.split(line)
         except ValueError as error:
             raise UserError(f"voice command:{line}: {error}; quote it as on a command line") from error
-        for place in ("{text}", "{out}"):
-            if not any(place in word for word in self.words[1:]):
-                raise UserError(f"voice command:{line}: it has no {place}; write 'command:prog {{text}} {{out}}'")
+        for placeholder in ("{text}", "{out}"):
+            if not any(placeholder in word for word in self.words[1:]):
+                raise UserError(f"voice command:{line}: it has no {placeholder}; write 'command:prog {{text}} {{out}}'")
 
     def speaker(self, language: str, seed: int) -> str:
         return ""
@@ -283,7 +283,7 @@ class CommandVoice:
         with tempfile.TemporaryDirectory(prefix="omni-voice-") as folder:
             out = Path(folder) / "said.wav"
             values = {"{text}": text, "{out}": str(out), "{language}": language, "{seed}": str(seed)}
-            words = [re.sub("|".join(values), lambda found: values[found[0]], word) for word in self.words]  # in one pass
+            words = [re.sub("|".join(values), lambda match: values[match[0]], word) for word in self.words]  # in one pass
             try:
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, check=False)
             except (FileNotFoundError, PermissionError) as error:
@@ -308,16 +308,16 @@ def imported(spec: str) -> Callable[..., Any]:
     """The callable `module:name`; UserError where there is none."""
     module, _, name = spec.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"voice {spec!r} cannot be imported ({error}): name a module on the path and a callable in it"
         ) from error
-    if not callable(found):
-        raise UserError(f"voice {spec!r} is a {type(found).__name__}, not a callable: name a function of a text")
-    return found  # type: ignore[no-any-return]
+    if not callable(value):
+        raise UserError(f"voice {spec!r} is a {type(value).__name__}, not a callable: name a function of a text")
+    return value  # type: ignore[no-any-return]
 
 
 class CallableVoice:
@@ -332,9 +332,9 @@ class CallableVoice:
     def say(self, text: str, language: str, seed: int) -> Sound:
         from omni.audio.waveform import whole_rate
 
-        given = {"language": language, "seed": seed}
+        arguments = {"language": language, "seed": seed}
         try:
-            made = self.function(text, **{name: given[name] for name in self.extra})
+            made = self.function(text, **{name: arguments[name] for name in self.extra})
         except (Exception, SystemExit) as error:  # external code: any of its errors concerns this text only
             raise UserError(f"voice {self.spec} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error
         if not (isinstance(made, tuple) and len(made) == 2):

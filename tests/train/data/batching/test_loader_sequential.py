@@ -66,7 +66,7 @@ def pipeline(folder: Path, mixed: bool = False) -> Pipeline:
 def rows_of(mix: Mixture, draws: Iterator[Draw]) -> list[Row]:
     source = mix.sources[0]
     assert isinstance(source, StoredSource)
-    return [source.row(draw.index, draw.place) for draw in draws]
+    return [source.row(draw.index, draw.source_draw) for draw in draws]
 
 
 def test_rows_are_those_that_are_read_one_by_one(folder: Path) -> None:

@@ -84,7 +84,7 @@ def test_rows_are_read_in_pieces_from_where_they_are(bucket: Any, folder: Path) 
     assert [row.id for row in rows] == [row.id for row in same] and rows.where(6) == f"{address}/rows-00001.parquet row 1"
     assert source.windows is not None
     sources = Mixture([source], [1.0], 3, windows={0: source.windows})
-    drawn = [source.row(draw.index, draw.place).where for draw in map(sources.draw, range(16))]
+    drawn = [source.row(draw.index, draw.source_draw).where for draw in map(sources.draw, range(16))]
     assert sorted(drawn) == sorted(map(rows.where, range(16))) != drawn
 
 

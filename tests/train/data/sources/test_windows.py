@@ -121,7 +121,7 @@ def test_epochs_and_shares_of_a_mixture_are_exact(
         for first in range(0, len(dealt) - size, size):
             assert sorted(draw.index for draw in dealt[first : first + size]) == list(range(size))
     for packer in range(packers):
-        seen = [draw.place.window for draw in draws[packer::packers] if draw.source == groups]
+        seen = [draw.source_draw.window for draw in draws[packer::packers] if draw.source == groups]
         assert seen == sorted(seen)  # a window does not come again
     assert all(draw.index == draw.number for draw in draws if draw.source == 0 and groups)
 

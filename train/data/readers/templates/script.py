@@ -103,11 +103,11 @@ class SlotDialogue:
 
     def behind(self, sentences: Sequence[str]) -> tuple[str, ...]:
         """Names of the slots that sentences depend on, in the order of `slots`."""
-        found = {name for sentence in sentences for name, _ in references(sentence)}
+        names = {name for sentence in sentences for name, _ in references(sentence)}
         for name, computed in reversed(list(self.values.items())):
-            if name in found:
-                found |= {argument.name for argument in computed.arguments}
-        return tuple(name for name in self.slots if name in found)
+            if name in names:
+                names |= {argument.name for argument in computed.arguments}
+        return tuple(name for name in self.slots if name in names)
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ class _ScriptKeys:
         check_fields(self)
         if not all(0 <= weight < math.inf for weight in self.joined) or not any(self.joined):
             raise UserError(f"joined: {list(self.joined)} are no weights of one, two, ... dialogues, such as [5, 2, 1]")
-        if not any(one.weight for one in self.dialogues):
+        if not any(dialogue.weight for dialogue in self.dialogues):
             raise UserError("dialogues: no weight is above 0: give at least one dialogue a weight")
-        if any(self.joined[1:]) and all(one.begins or not one.weight for one in self.dialogues):
+        if any(self.joined[1:]) and all(dialogue.begins or not dialogue.weight for dialogue in self.dialogues):
             raise UserError("joined: every dialogue begins a row: leave joined out, or one's begins")
 
 
@@ -223,10 +223,10 @@ def _script(keys: _ScriptKeys) -> Script:
     with at("numbers"):
         numbers = Numbers(_texts(list(keys.numbers)) if keys.numbers else ())
     dialogues, counted = [], Counter[str]()
-    for number, one in enumerate(keys.dialogues):
-        counted[one.skill] += 1
-        with at(f"dialogues.{number} ({one.skill})."):
-            dialogues.append(_dialogue(one, f"{one.skill} {counted[one.skill]}", tables, wordings))
+    for number, entry in enumerate(keys.dialogues):
+        counted[entry.skill] += 1
+        with at(f"dialogues.{number} ({entry.skill})."):
+            dialogues.append(_dialogue(entry, f"{entry.skill} {counted[entry.skill]}", tables, wordings))
     used = {table.name for dialogue in dialogues for table in dialogue.slots.values()}
     for section, all_names, taken in (("tables", tables, used), ("wordings", named, wordings.used)):
         for name in all_names:
@@ -244,66 +244,66 @@ def _table(name: str, rows: Any) -> Table:
         if last - first >= _MOST_NUMBERS:
             raise UserError(f"{dict(rows)} are more than {_MOST_NUMBERS} numbers: give a smaller range")
         return Table(name, tuple((number,) for number in range(first, last + 1)))
-    given = _list(rows)
-    columns = tuple(map(str, given[0])) if isinstance(given[0], Mapping) else ()
-    found: dict[tuple[Cell, ...], None] = {}
-    for number, row in enumerate(given):
+    listed = _list(rows)
+    columns = tuple(map(str, listed[0])) if isinstance(listed[0], Mapping) else ()
+    unique: dict[tuple[Cell, ...], None] = {}
+    for number, row in enumerate(listed):
         with at(f".{number}"):
             cells = {str(column): value for column, value in row.items()} if isinstance(row, Mapping) else {"": row}
             if set(cells) != set(columns or ("",)):
                 alike = f"the columns {', '.join(columns)}" if columns else "one text each"
                 raise UserError(f"{row!r} is unlike the first row: give all rows {alike}")
             values = tuple(_cell(cells[column]) for column in columns or ("",))
-            if values in found:
+            if values in unique:
                 raise UserError(f"{values[0]!r} is there twice: keep one")
-            found[values] = None
-    return Table(name, tuple(found), columns)
+            unique[values] = None
+    return Table(name, tuple(unique), columns)
 
 
 def _cell(value: Any) -> Cell:
     return value if isinstance(value, int) and not isinstance(value, bool) else _sentence(value)
 
 
-def _dialogue(one: _DialogueKeys, name: str, tables: Mapping[str, Table], wordings: Wordings) -> SlotDialogue:
-    if one.turns:
+def _dialogue(dialogue: _DialogueKeys, name: str, tables: Mapping[str, Table], wordings: Wordings) -> SlotDialogue:
+    if dialogue.turns:
         turns = []
-        for number, keys in enumerate(one.turns):
+        for number, keys in enumerate(dialogue.turns):
             with at(f"turns.{number}."):
                 turns.append(_turn(keys.question, keys.answer, wordings))
     else:
-        turns = [_turn(one.question, one.answer, wordings)]
+        turns = [_turn(dialogue.question, dialogue.answer, wordings)]
     slots = {}
-    for slot, table in one.slots.items():
+    for slot, table in dialogue.slots.items():
         with at(f"slots.{slot}"):
             slots[slot] = tables[_choice(table, tables, "table")]
     said = [sentence for turn in turns for sentence in (*turn.questions, turn.answer)]
-    wanted = {found for sentence in said for found, _ in references(sentence)}
-    wanted |= {found for value in one.values.values() for found in _argument_names(value)}
-    slots |= {table: rows for table, rows in tables.items() if table in wanted and table not in (*slots, *one.values)}
+    wanted = {reference for sentence in said for reference, _ in references(sentence)}
+    wanted |= {reference for value in dialogue.values.values() for reference in _argument_names(value)}
+    slots |= {table: rows for table, rows in tables.items() if table in wanted and table not in (*slots, *dialogue.values)}
     values: dict[str, Computed] = {}
-    for computed, value in one.values.items():
+    for computed, value in dialogue.values.items():
         with at(f"values.{computed}"):
             if computed in slots:
                 raise UserError("is a slot too: give one of them another name")
             values[computed] = _computed(value, (*slots, *values))
     for number, turn in enumerate(turns):
         for side, sentences in (("question", turn.questions), ("answer", (turn.answer,))):
-            with at(f"turns.{number}.{side}" if one.turns else side):
-                for found, column in itertools.chain.from_iterable(map(references, sentences)):
-                    _choice(found, (*slots, *values), "slot, value or table")
-                    if found in slots:
-                        slots[found].cell(0, column)
+            with at(f"turns.{number}.{side}" if dialogue.turns else side):
+                for reference, column in itertools.chain.from_iterable(map(references, sentences)):
+                    _choice(reference, (*slots, *values), "slot, value or table")
+                    if reference in slots:
+                        slots[reference].cell(0, column)
     for section, names in (("slots", slots), ("values", values)):
-        for found in names:
-            if found not in wanted:
-                raise UserError(f"{section}.{found}: no sentence has {{{found}}}: use it or take it out")
-    return SlotDialogue(name, one.skill, one.weight, one.begins, slots, values, tuple(turns))
+        for reference in names:
+            if reference not in wanted:
+                raise UserError(f"{section}.{reference}: no sentence has {{{reference}}}: use it or take it out")
+    return SlotDialogue(name, dialogue.skill, dialogue.weight, dialogue.begins, slots, values, tuple(turns))
 
 
 def _turn(question: object, answer: object, wordings: Wordings) -> ScriptTurn:
     with at("question"):
-        found = [wordings.expand(sentence) for sentence in _texts(question)]
-        questions = tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+        expanded = [wordings.expand(sentence) for sentence in _texts(question)]
+        questions = tuple(dict.fromkeys(itertools.chain.from_iterable(expanded)))
         if not all(questions):
             raise UserError("has a wording without words: make fewer of its words optional")
     with at("answer"):
@@ -318,13 +318,13 @@ def _computed(data: Any, known: Sequence[str]) -> Computed:
     if len(names) != 1:
         raise UserError(f"{data!r} has {len(names)} functions: give one, such as {{sum: [a, b]}}")
     name = _choice(names[0], FUNCTIONS, "function")
-    given = data[name] if isinstance(data[name], list) else [data[name]]
+    operands = data[name] if isinstance(data[name], list) else [data[name]]
     arguments = []
-    for one in given:
-        if isinstance(one, int) and not isinstance(one, bool):
-            arguments.append(Argument(number=one))
+    for operand in operands:
+        if isinstance(operand, int) and not isinstance(operand, bool):
+            arguments.append(Argument(number=operand))
             continue
-        slot, column = _split(_sentence(one))
+        slot, column = _split(_sentence(operand))
         arguments.append(Argument(_choice(slot, known, "slot, or value before this one"), column))
     wanted = FUNCTIONS[name].arguments
     if not arguments or wanted not in (None, len(arguments)):
@@ -334,13 +334,13 @@ def _computed(data: Any, known: Sequence[str]) -> Computed:
 
 def _argument_names(value: Any) -> Iterator[str]:
     """Names in a value's arguments, whether it is well formed or not."""
-    for given in value.values() if isinstance(value, Mapping) else ():
-        yield from (_split(one)[0] for one in (given if isinstance(given, list) else [given]) if isinstance(one, str))
+    for terms in value.values() if isinstance(value, Mapping) else ():
+        yield from (_split(text)[0] for text in (terms if isinstance(terms, list) else [terms]) if isinstance(text, str))
 
 
-def _choice(name: Any, known: Any, what: str) -> str:
+def _choice(name: Any, known: Any, noun: str) -> str:
     if name not in known:
-        raise UserError(f"{name!r} is no {what}; {closest(name, known)}")
+        raise UserError(f"{name!r} is no {noun}; {closest(name, known)}")
     return str(name)
 
 

@@ -52,26 +52,26 @@ class Wordings:
         """All wordings of a template, each once, with single spaces. `within`: names of the wordings that the template is a
         part of. UserError: a mark that is not closed, an unknown name, wordings that name each other in a circle, too many."""
         reading = _Reading(self, template, within)
-        found = reading.alternatives("")
-        return _checked(dict.fromkeys(" ".join(wording.split()) for wording in found), template)
+        readings = reading.alternatives("")
+        return _checked(dict.fromkeys(" ".join(wording.split()) for wording in readings), template)
 
     def of(self, name: str, within: tuple[str, ...]) -> tuple[str, ...]:
         """All wordings under a name."""
         if name not in self.named:
             raise UserError(f"<{name}> is no key of wordings; {closest(name, self.named)}")
         if name in within:
-            circle = " in ".join(f"<{one}>" for one in (name, *reversed(within[within.index(name) :])))
+            circle = " in ".join(f"<{link}>" for link in (name, *reversed(within[within.index(name) :])))
             raise UserError(f"wordings name each other in a circle ({circle}): write one of them out")
         self.used.add(name)
         parts = [self.expand(template, (*within, name)) for template in self.named[name]]
         return _checked(itertools.chain.from_iterable(parts), f"<{name}>")
 
 
-def _checked(wordings: Iterable[str], what: str) -> tuple[str, ...]:
-    found = tuple(itertools.islice(wordings, MOST_WORDINGS + 1))
-    if len(found) > MOST_WORDINGS:
-        raise UserError(f"{what!r} has more than {MOST_WORDINGS} wordings: take optional words or alternatives out")
-    return found
+def _checked(wordings: Iterable[str], noun: str) -> tuple[str, ...]:
+    expanded = tuple(itertools.islice(wordings, MOST_WORDINGS + 1))
+    if len(expanded) > MOST_WORDINGS:
+        raise UserError(f"{noun!r} has more than {MOST_WORDINGS} wordings: take optional words or alternatives out")
+    return expanded
 
 
 class _Reading:
@@ -84,15 +84,15 @@ class _Reading:
     def alternatives(self, end: str) -> list[str]:
         """Read sequences apart by bars, up to the mark `end`, "" for the template's end."""
         self.depth += 1
-        found = self._sequence()
+        sequences = self._sequence()
         while self._next() == "|" and end:
             self.at += 1
-            found += self._sequence()
+            sequences += self._sequence()
         if self._next() != end:
             raise self._bad(f"{self._next() or 'the end'!r} stands where {end or 'the end'!r} is due")
         self.at += 1
         self.depth -= 1
-        return found
+        return sequences
 
     def _next(self) -> str:
         return self.template[self.at : self.at + 1]
@@ -207,8 +207,8 @@ class Argument:
     def value(self, values: Mapping[str, Value]) -> Value:
         if not self.name:
             return self.number
-        found = values[self.name]
-        return cell_of(found, self.column) if self.column else found
+        value = values[self.name]
+        return cell_of(value, self.column) if self.column else value
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,12 @@ class Computed:
 
     def value(self, values: Mapping[str, Value], numbers: Numbers) -> Value | None:
         """Compute the value; None where it is out of its limits. UserError where the arguments do not fit the function."""
-        found = FUNCTIONS[self.function].compute([argument.value(values) for argument in self.arguments], numbers)
+        result = FUNCTIONS[self.function].compute([argument.value(values) for argument in self.arguments], numbers)
         if self.least is None and self.most is None:
-            return found
-        number = _number(found)
+            return result
+        number = _number(result)
         within = (self.least is None or number >= self.least) and (self.most is None or number <= self.most)
-        return found if within else None
+        return result if within else None
 
 
 class Function(NamedTuple):

@@ -55,16 +55,16 @@ class DialogueSource(OpenedSource):
         planned = []
         for number, dialogue in enumerate(script.dialogues):
             with at(f"dialogues {path}: dialogues.{number} ({dialogue.skill})."):
-                found = combinations(dialogue, script, options.part)
-            if found and dialogue.weight > 0:
-                planned.append(Planned(dialogue, found))
+                selected = combinations(dialogue, script, options.part)
+            if selected and dialogue.weight > 0:
+                planned.append(Planned(dialogue, selected))
         if not planned:
             raise UserError(f"dialogues {path}: no combination is held out: raise held_out, or give a question several slots")
-        weights = list(itertools.accumulate(one.dialogue.weight for one in planned))
+        weights = list(itertools.accumulate(plan.dialogue.weight for plan in planned))
         self._planned = planned
         self._starts = [0, *(round(options.rows * weight / weights[-1]) for weight in weights)]
         pairs = zip(planned, itertools.pairwise(self._starts), strict=True)
-        if all(one.dialogue.begins or low == high for one, (low, high) in pairs):
+        if all(plan.dialogue.begins or low == high for plan, (low, high) in pairs):
             self._joined = (1.0,)  # no row has a dialogue that may follow
 
     def __len__(self) -> int:
@@ -78,17 +78,17 @@ class DialogueSource(OpenedSource):
         """Make row `index`."""
         options = self._options
         seed, part = options.seed, options.part
-        places = [shuffled(index, len(self), seed, "order", len(self))]
+        positions = [shuffled(index, len(self), seed, "order", len(self))]
         if len(self._joined) > 1:
             rng = seeded_rng(seed, "joined", len(self), index)
             count = rng.choices(range(1, len(self._joined) + 1), self._joined)[0]
             drawn = iter(lambda: rng.randrange(len(self)), -1)  # without end
-            others = (place for place in drawn if not self._find(place)[0].dialogue.begins)
-            places += itertools.islice(others, count - 1)
-        planned, _ = self._find(places[0])
-        skill = planned.dialogue.skill if len(places) == 1 else JOINED
+            others = (position for position in drawn if not self._find(position)[0].dialogue.begins)
+            positions += itertools.islice(others, count - 1)
+        planned, _ = self._find(positions[0])
+        skill = planned.dialogue.skill if len(positions) == 1 else JOINED
         return Row(
-            tuple(turn for place in places for turn in self._turns(place)),
+            tuple(turn for position in positions for turn in self._turns(position)),
             id=f"{skill}-{part}-{seed}-{index:08d}",
             source=f"{options.name or self.format}/{skill}",
             language=options.language,
@@ -96,16 +96,16 @@ class DialogueSource(OpenedSource):
             where=f"{self._path} {planned.dialogue.name}, {part} row {index}",
         )
 
-    def _find(self, place: int) -> tuple[Planned, int]:
+    def _find(self, position: int) -> tuple[Planned, int]:
         """The dialogue that has a place in the order by dialogues, and the number of the place among its own."""
-        number = bisect_right(self._starts, place) - 1
-        return self._planned[number], place - self._starts[number]
+        number = bisect_right(self._starts, position) - 1
+        return self._planned[number], position - self._starts[number]
 
-    def _turns(self, place: int) -> Iterator[RowTurn]:
+    def _turns(self, position: int) -> Iterator[RowTurn]:
         """The turns of a dialogue, for a place in the order by dialogues."""
-        planned, count = self._find(place)
-        dialogue, found, seed = planned.dialogue, planned.combinations, self._options.seed
-        slots = found[_even(count, len(found), seed, dialogue.name, "slots")]
+        planned, count = self._find(position)
+        dialogue, available, seed = planned.dialogue, planned.combinations, self._options.seed
+        slots = available[_even(count, len(available), seed, dialogue.name, "slots")]
         values = dialogue.filled(slots, self._numbers)
         assert values is not None
         for at_turn, turn in enumerate(dialogue.turns):
@@ -116,8 +116,8 @@ class DialogueSource(OpenedSource):
 
 def _even(count: int, size: int, *parts: int | str) -> int:
     """Number `count` of an endless sequence that goes through [0, size) in one permutation after the other."""
-    epoch, place = divmod(count, size)
-    return shuffled(place, size, *parts, epoch)
+    epoch, index = divmod(count, size)
+    return shuffled(index, size, *parts, epoch)
 
 
 def combinations(dialogue: SlotDialogue, script: Script, part: str) -> tuple[tuple[int, ...], ...]:
