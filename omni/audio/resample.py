@@ -63,7 +63,7 @@ class StreamResampler:
             self._kernel, self._before = _filter(ratio.numerator, ratio.denominator)
         self._held = torch.zeros(self._before)
         self._ready = torch.zeros(0)  # beyond what the length so far says: of a filter whose ratio is beside that of the rates
-        self._taken = self._given = 0  # samples
+        self._taken = self._returned = 0  # samples
 
     def push(self, audio: Tensor) -> Tensor:
         """Takes the next samples [S]; returns those at the other rate that no later one changes."""
@@ -75,7 +75,7 @@ class StreamResampler:
         import torch
 
         out = self._next(torch.zeros(0 if self._kernel is None or not self._taken else self._before + self._source))
-        return torch.nn.functional.pad(out, (0, self._length - self._given))
+        return torch.nn.functional.pad(out, (0, self._length - self._returned))
 
     @property
     def _length(self) -> int:
@@ -92,8 +92,8 @@ class StreamResampler:
             audio = _convert(held, self._kernel, self._source) if count else torch.zeros(0)
             self._held = held[count * self._source :].clone()
         ready = torch.cat([self._ready, audio]) if len(self._ready) else audio
-        known = min(self._length - self._given, len(ready))
-        self._given, self._ready = self._given + known, ready[known:]
+        known = min(self._length - self._returned, len(ready))
+        self._returned, self._ready = self._returned + known, ready[known:]
         return ready[:known]
 
 

@@ -82,7 +82,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._given: list[int] = []  # number of characters returned with and before each id
+        self._returned: list[int] = []  # number of characters returned with and before each id
         self._context = 0  # first id of the context that is decoded together with new ones
         self._shown = 0  # number of ids whose text has been returned
 
@@ -90,7 +90,7 @@ class TextStream:
         """Take the next token; returns the text that is now known, maybe none."""
         self.ids.append(token)
         text = self._next(whole=True)
-        self._given.append(len(text) + (self._given[-1] if self._given else 0))
+        self._returned.append(len(text) + (self._returned[-1] if self._returned else 0))
         return text
 
     def finish(self) -> str:
@@ -107,7 +107,7 @@ class TextStream:
 
     def tokens_of(self, characters: int) -> int:
         """Number of tokens whose text has at most that many characters."""
-        count = min(bisect_right(self._given, characters), len(self.ids))  # further tokens gave further characters
+        count = min(bisect_right(self._returned, characters), len(self.ids))  # further tokens gave further characters
         while count and len(self.tokenizer.decode(self.ids[:count])) > characters:
             count -= 1
         return count

@@ -193,7 +193,7 @@ class Scan:
                     columns = [name for name in self.schema.names if name in parquet.schema_arrow.names]
                     for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
                         for plain, why in plain_rows(batch):
-                            yield self._found(first + done, f"{file} row {done}", plain, why)
+                            yield self._found_row(first + done, f"{file} row {done}", plain, why)
                             done += 1
                 except (pa.ArrowException, OSError) as error:
                     lost = f"{file} row group {group}, rows {done} to {end - 1}"
@@ -201,7 +201,7 @@ class Scan:
                     yield FoundRow(first + done, lost, None, None, why, end - done)
                 start = end
 
-    def _found(self, index: int, where: str, plain: dict[str, Any], why: str) -> FoundRow:
+    def _found_row(self, index: int, where: str, plain: dict[str, Any], why: str) -> FoundRow:
         try:
             return FoundRow(index, where, plain, None if why else from_plain(plain, self.folder, where), why)
         except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
