@@ -45,20 +45,20 @@ def drawn(samples: int, most: int, seed: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("samples", SAMPLES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_any_split_equals_the_whole(name: str) -> None:
+def test_any_split_equals_the_whole(name: str, samples: int) -> None:
     torch.manual_seed(0)
     encoder = build_encoder(CONFIGS[name]).eval()
     assert isinstance(encoder, WhisperEncoder)
-    for samples in SAMPLES:
-        audio = sound(samples)
-        whole, counts = encoder.encode([audio])
-        assert counts == [encoder.config.frames(samples)]
-        once = torch.cat(listen(encoder, audio, [samples]))
-        assert_near(once, whole, 1e-5, what=f"{samples} samples")
-        for most in (300, 20_000):
-            assert torch.cat(listen(encoder, audio, drawn(samples, most, samples))).equal(once)
+    audio = sound(samples)
+    whole, counts = encoder.encode([audio])
+    assert counts == [encoder.config.frames(samples)]
+    once = torch.cat(listen(encoder, audio, [samples]))
+    assert_near(once, whole, 1e-5, what=f"{samples} samples")
+    for most in (300, 20_000):
+        assert torch.cat(listen(encoder, audio, drawn(samples, most, samples))).equal(once)
 
 
 def test_a_history_bounds_the_memory() -> None:

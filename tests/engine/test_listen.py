@@ -120,7 +120,7 @@ def alone(shape: str, seed: int) -> Any:
         return [step for step in hold(session, SCRIPTS[seed], True) if step is not None][-1]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("slots", [None, 2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(3))

@@ -41,10 +41,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("kind", "workers"), [("sound", (0, 2)), ("codes", (0, 1)), pytest.param("sound", (1, 3), marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "workers"), [("sound", (0, 2)), ("codes", (0, 1)), ("sound", (1, 3))])
 def test_the_number_of_processes_changes_no_byte(kind, workers, tmp_path):
     source = ToySource(110, kind, broken=(3, 70), bad_sound=(71,))
     few, many = (made(tmp_path / str(n), source, workers=n) for n in workers)
