@@ -22,6 +22,7 @@ def test_presets_survive_json(name):
 TEXT_PARAMETERS = {"qwen3-0.6b": 596_049_920, "llama-3.2-1b": 1_235_814_400, "mistral-7b": 7_241_732_096}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_sizes(name):
     config = preset(name)

@@ -38,6 +38,7 @@ def one_line(text: str, *parts: str) -> None:
         assert part in text, text
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.skipif(not os.path.exists(FULL), reason="no /dev/full here")
 def test_a_full_standard_output_is_one_line_and_code_1(door: str, tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_full_standard_output_is_one_line_and_code_1(door: str, tmp_path: Path
     one_line(done.stderr, "No space left on device")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("door", DOORS)
 def test_closed_streams_break_nothing(door: str, closed: str, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ IMPORTERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 @pytest.mark.parametrize("name", IMPORTERS)

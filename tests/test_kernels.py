@@ -156,7 +156,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("numbers", ["float32", "int8"])
 @pytest.mark.parametrize("shape", STEPS)
 def test_a_compiled_step_is_the_modules(shape: str, numbers: str, calls: list[str]) -> None:
@@ -282,6 +282,7 @@ def test_a_form_must_be_faster_in_every_repeat() -> None:
     assert choose(quick).form == "linear, 4 rows"
 
 
+@pytest.mark.long
 def test_measurements_are_kept_and_used(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels_module, "multiplies_bf16", lambda kind: True)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -95,6 +95,7 @@ def test_selective_computes_products_and_attention_once_and_the_rest_twice() -> 
         assert plain[name] < selective[name] <= whole[name], name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [True, "selective"])
 def test_the_random_state_is_kept_where_something_draws(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     real, read = torch.get_rng_state, []

@@ -85,6 +85,7 @@ def test_what_a_check_finds_is_printed_and_kept(
     assert kept["lost"]["error"] == "RuntimeError: capture invalidated"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells files apart")
 def test_memory_that_a_command_holds_is_its_own(tmp_path: Path) -> None:
     taken = run_apart("tests.benchmarks.toys", ["hold", str(BYTES)], ["wave"])

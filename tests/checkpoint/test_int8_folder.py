@@ -55,6 +55,7 @@ def checksums(model: SpeechModel) -> dict[str, Any]:
     return {name: part.plain_checksum for name, part in model.named_modules() if isinstance(part, Int8Linear)}  # type: ignore[misc]
 
 
+@pytest.mark.sampled(1)
 def test_a_model_is_the_same_however_it_is_made(made: tuple[SpeechModel, Path, Path]) -> None:
     _, full, place = made
     stored, read = load_folder(place).model, load_folder(full, quantize="int8").model
@@ -105,6 +106,7 @@ def test_a_tied_head_is_one_tensor_with_its_table(made: tuple[SpeechModel, Path,
     assert table(ids).dtype == torch.float16 and table.scale.dtype == torch.float32 and table.head().weight is table.weight
 
 
+@pytest.mark.sampled(1)
 def test_pieces_do_not_matter(made: tuple[SpeechModel, Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8_state, "PIECE", 7000)
     quantize_folder(made[1], made[1].parent / "again")

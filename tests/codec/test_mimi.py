@@ -109,6 +109,7 @@ def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
     assert kept[1] - kept[0] < 64  # digits of the position
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
 def test_nothing_is_left_on_another_device(config: dict[str, Any], tmp_path: Path) -> None:
     """On the meta device every mixture of devices is an error, as it would be on a GPU."""

@@ -183,6 +183,7 @@ def test_voices_of_other_languages_read_what_they_are_given(folder, monkeypatch)
     assert 10 < accented < 30
 
 
+@pytest.mark.long
 def test_words_are_also_said_otherwise(folder, monkeypatch):
     from digits import recorded
 

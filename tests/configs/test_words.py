@@ -54,6 +54,7 @@ def test_a_kept_word_sounds_as_it_does_unkept(voice, calls, tmp_path):
         said = calls.read_text()
 
 
+@pytest.mark.long
 def test_only_what_lacks_is_said(voice, calls, tmp_path):
     folder = str(tmp_path / "kept")
     keep_words({voice: ["one", "two"]}, 8000, folder, "off")

@@ -38,7 +38,7 @@ def converted(model, tmp_path, *options, shard="1GB"):
     return load_folder(tmp_path / "ours").model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_text_logits_and_gradients_equal_transformers(family, tmp_path):
     theirs = text_model(family)
     ours = converted(theirs, tmp_path, shard="20KB")
@@ -76,7 +76,7 @@ def test_cached_text_logits_equal_transformers_beyond_the_window(family, tmp_pat
         assert_near(torch.cat(got, dim=1), wanted, 1e-4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [GROW, [*GROW, "--combine", "mean"]])
 def test_the_text_part_goes_out_again(family, options, tmp_path):
     theirs = text_model(family)

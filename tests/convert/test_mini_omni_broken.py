@@ -69,7 +69,7 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[State], object]:
     return lambda state: state.update({name: tensor})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -38,7 +38,7 @@ def spread(model: nn.Module, how: str, folder: str) -> nn.Module:
     return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["hooks", "map", "cpu", "disk"])
 @pytest.mark.parametrize("name", ["llama", "speech"])
 def test_a_dispatched_model_says_what_a_plain_one_says(name, how, tmp_path):

@@ -70,7 +70,7 @@ def settings(path: Path, speech: nn.Module, flat: bool, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flat", [True, False], ids=["EasyEdit", "mend"])
 @pytest.mark.parametrize("sides", ["combined", "separate", "one_sided", "x_only", "delta_only"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])

@@ -81,7 +81,7 @@ def unchanged(model: nn.Module, before: tuple[dict[str, Tensor], list[str], int]
     return now[1:] == before[1:] and all(torch.equal(now[0][name], tensor) for name, tensor in before[0].items())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.parametrize("rank", [3, None])
 def test_a_session_answers_as_with_its_edits_in_the_weights(layout, lm, rank, assist):
@@ -195,6 +195,7 @@ def test_an_answer_that_nobody_takes_leaves_nothing(lm):
     assert not lm.engine._requests.seats
 
 
+@pytest.mark.sampled(1)
 def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, lm):
     """Turns inside a block and behind it answer as a session whose cache is made again for each of them."""
     edits, turns = made(lm.model, 0), [tone(0.3, 300), tone(0.4, 200), tone(0.3, 250)]

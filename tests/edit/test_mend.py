@@ -97,7 +97,7 @@ def test_a_linear_that_is_used_by_its_weight_is_named():
 # --- fitting ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
 @pytest.mark.parametrize("sides", get_args(Sides))
@@ -294,7 +294,7 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
 # --- the baseline -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_fine_tuning_moves_the_loss_and_stays_within_its_bound(model, name, norm):
     ids, bound = batch_of(name, 1), {"linf": 0.01, "l2": 0.3}[norm]

@@ -17,6 +17,7 @@ from tests.encoder.test_whisper import CONFIGS, SMALL, clips, run
 from tests.test_attention import varlen_reference
 
 
+@pytest.mark.sampled(3)
 @CONFIGS
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_attention_by_bounds_is_that_by_groups(

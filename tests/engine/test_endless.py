@@ -180,6 +180,7 @@ def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> Non
     assert ahead == held(False)
 
 
+@pytest.mark.long
 def test_a_loop_of_asyncio_feeds_ahead_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, ahead = make_lm(LAYOUTS["pad"]), list[int]()
     monkeypatch.setattr(Engine, "refill", lambda engine, refill: ahead.append(len(refill.keys)))

@@ -184,6 +184,7 @@ def test_a_step_of_all_waits_where_somebody_is_about_to_run_out(lm: SpeechLM) ->
             lm.engine._recorder.stepped(rows, 0.004 + 0.001 * rows)
 
 
+@pytest.mark.long
 def test_a_listener_for_whom_there_is_no_room_waits_or_is_told(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "admit", lambda recorder, live, frame: Verdict(not live, "it is too slow" if live else ""))
     lm.start_engine(slots=4, queue=1)
@@ -204,6 +205,7 @@ def test_a_listener_for_whom_there_is_no_room_waits_or_is_told(lm: SpeechLM, mon
         lm.session(pace="fast")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_slots_that_are_taken_bound_the_queue_too(lm: SpeechLM) -> None:
     """Also where nothing says that sound would be late, and where all ask at once."""
     lm.start_engine(slots=2, queue=1)

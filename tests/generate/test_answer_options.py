@@ -94,6 +94,7 @@ def test_a_function_that_raises_ends_its_answer_with_an_error(lm: SpeechLM) -> N
         assert not session.turns
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.parametrize("heat", [0.0, 0.9])
 def test_log_probabilities_are_those_of_a_plain_forward(lm: SpeechLM, heat: float, assist: bool) -> None:

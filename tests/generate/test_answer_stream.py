@@ -116,6 +116,7 @@ def by_closing_the_loop(session: Session) -> list[Any]:
     return heard(session)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("leave", [by_cancelling_the_task, by_leaving_the_loop, by_closing_the_loop])
 def test_what_was_taken_is_remembered_when_the_next_is_asked(lm: SpeechLM, leave: Any) -> None:
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 70.0, "max_tokens": 20}

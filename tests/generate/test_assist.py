@@ -49,7 +49,7 @@ def let_the_text_end(model: SpeechModel, seed: int) -> None:
         model.decoder.head_weight(model.layout.n_audio)[model.layout.text.special("end")] = 0.6 * end
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("task", ["A1A2", "T1A2"])
 @pytest.mark.parametrize("shape", [{}, {"post_layers": 1}, {"window": 8}], ids=["full", "post", "window"])
 def test_assisted_answers_equal_the_slow_way(

@@ -80,6 +80,7 @@ def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool)
     assert (talk(chatty), batch(chatty)) == expected
 
 
+@pytest.mark.long
 def test_a_row_that_moves_up_finds_nothing_of_its_slot_s_last_holder() -> None:
     """The first rows break at once, and those behind them move into their slots."""
     lm = make_lm(LAYOUTS["pad"])
@@ -193,7 +194,7 @@ def test_memory_that_ran_out_is_no_answer_s_fault(error: type[Exception], monkey
 # --- sessions -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist, seed", [(False, None), (True, 7)])
 def test_a_conversation_goes_on_as_if_a_broken_question_had_not_been_asked(
     chatty: SpeechLM, assist: bool, seed: int | None
@@ -243,7 +244,7 @@ def test_an_answer_that_cannot_be_decoded_ends_and_is_not_remembered(
         )
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
 @pytest.mark.parametrize("task", ["T1A2", "T1T2", "T1A1"])

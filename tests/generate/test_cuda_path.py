@@ -274,6 +274,7 @@ CHANGES: list[Callable[[SpeechModel], None]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seen", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_change_of_adapters_drops_the_graphs(
     seen: bool, as_if_on_a_gpu: list[Runner], monkeypatch: pytest.MonkeyPatch
@@ -351,6 +352,7 @@ def test_a_capture_that_fails_leaves_the_rows_as_they_were(
         assert all(map(torch.equal, state, held)) and not len(runner._graphs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_what_was_warmed_up_is_not_captured_in_speech(assist: bool, as_if_on_a_gpu: list[Runner]) -> None:
     lm = make_lm(LAYOUTS["pad"], context=600)

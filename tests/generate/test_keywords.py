@@ -37,6 +37,7 @@ def test_names_of_the_sampling_are_a_sampling(name: str) -> None:
     assert make_options(keywords).sampling == wanted
 
 
+@pytest.mark.sampled(1)
 def test_every_door_takes_them(layout: Layout) -> None:
     lm = make_lm(layout)
     limits: dict[str, Any] = {"seed": 3, "max_seconds": 0.4}
@@ -50,7 +51,7 @@ def test_every_door_takes_them(layout: Layout) -> None:
     assert wanted.tokens != lm.generate("hello", "T1A2", **limits).tokens
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 def test_most_new_tokens_are_the_steps_of_any_answer(lm: SpeechLM) -> None:
     spoken, written = (lm.generate("hello", task, max_new_tokens=9, top_k=3) for task in ("T1A2", "T1T2"))
     for answer in (spoken, written, *lm.generate(["hello"], ["T1A2"], max_new_tokens=9, top_k=3)):
@@ -61,6 +62,7 @@ def test_most_new_tokens_are_the_steps_of_any_answer(lm: SpeechLM) -> None:
     assert long.ended in ("end", "cache")  # not cut at 512, the default of max_tokens
 
 
+@pytest.mark.sampled(1)
 def test_most_tokens_are_those_of_a_written_answer(lm: SpeechLM) -> None:
     whole = lm.generate("hello", "T1T2", max_tokens=30, top_k=3).tokens
     for most in (1, 3, len(whole)):

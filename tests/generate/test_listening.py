@@ -113,7 +113,7 @@ def test_the_time_counts_from_the_question_s_end(lm: SpeechLM, monkeypatch: pyte
     assert started == [True] and 0 < timings.encode <= timings.prefill <= (timings.first_audio or 0)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("stack", [1, 3])
 def test_frames_that_fill_no_feature_are_held_back(stack: int) -> None:
     projector = ProjectorConfig("gated", hidden=24, stack=stack)

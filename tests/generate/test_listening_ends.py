@@ -126,6 +126,7 @@ def test_a_session_that_is_dropped_is_freed(lm: SpeechLM) -> None:
 # --- streams that stall, and ends -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_a_stream_that_stalls_blocks_nobody(lm: SpeechLM, end: str) -> None:
     stalled, on = threading.Event(), threading.Event()

@@ -58,7 +58,7 @@ def test_it_says_the_same_as_over_the_whole_sound(lm: SpeechLM, where: str, seco
         session.ask(listening).answer()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["here", "another process"])
 @pytest.mark.parametrize("rate", [16_000, 24_000])
 def test_what_is_peeked_at_is_judged_and_is_no_part_of_the_question(lm: SpeechLM, where: str, rate: int) -> None:

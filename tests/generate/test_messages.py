@@ -57,7 +57,7 @@ def again(lm: SpeechLM, session: Session, folder: Path) -> list[Any]:
     return [session.history, session.save(folder / "talk.safetensors"), str(session.save(folder / "talk"))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_restored_conversation_goes_on_as_the_unbroken_one(chatty: SpeechLM, tmp_path: Path) -> None:
     with chatty.session(**TALK) as session:
         talk(session)

@@ -82,7 +82,7 @@ def model(request: pytest.FixtureRequest, layout: Layout) -> SpeechModel:
     return make_model(layout, **SHAPES[request.param])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [3, 64])
 def test_a_batch_equals_the_slow_way_row_by_row(model: SpeechModel, chunk: int) -> None:
     runner = Runner(model, 4, 80, chunk=chunk)
@@ -209,6 +209,7 @@ def test_a_step_reads_the_device_once_whatever_the_rows_and_streams(monkeypatch:
     assert len(lists) == 5
 
 
+@pytest.mark.sampled(1)
 def test_a_row_that_is_done_writes_nothing_more(layout: Layout) -> None:
     """The host may notice an end late: until then the row is fed at position -1."""
     runner = Runner(make_model(layout), 1, 200)

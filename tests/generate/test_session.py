@@ -42,7 +42,7 @@ def reason(events: Iterator[Event]) -> str:
     return last.reason
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_undisturbed_turns_are_remembered_as_training_has_them(
     chatty: SpeechLM, begun: list[tuple[Tensor, int]], assist: bool
@@ -163,7 +163,7 @@ CUTS: list[Callable[[Session, Iterator[Event]], None]] = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", CUTS, ids=lambda f: f.__name__)
 def test_only_what_was_delivered_is_remembered(
     chatty: SpeechLM, begun: list[tuple[Tensor, int]], cut: Callable[[Session, Iterator[Event]], None]
@@ -176,7 +176,7 @@ def test_only_what_was_delivered_is_remembered(
         list(ask(chatty, session, begun, 4))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("played", [0.0, 0.13, 0.3])
 def test_after_a_cut_the_answer_is_that_of_a_conversation_in_which_only_this_was_said(chatty: SpeechLM, played: float) -> None:
     kwargs: dict[str, Any] = {"sampling": TALKATIVE, "seed": 11, "max_seconds": 1.0, "max_tokens": 24}
@@ -208,7 +208,7 @@ def test_events_say_when_they_are_spoken(chatty: SpeechLM) -> None:
         assert written and all(e.start is None and e.end is None for e in written)  # nobody speaks it
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", CUTS, ids=lambda f: f.__name__)
 def test_training_writes_a_cut_answer_as_a_session_feeds_it(
     chatty: SpeechLM, begun: list[tuple[Tensor, int]], cut: Callable[[Session, Iterator[Event]], None]
@@ -229,6 +229,7 @@ def test_training_writes_a_cut_answer_as_a_session_feeds_it(
         list(events)
 
 
+@pytest.mark.sampled(1)
 def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(
     layout: Layout, begun: list[tuple[Tensor, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +247,7 @@ def test_a_rewind_past_overwritten_slots_feeds_the_conversation_again(
         assert begun[-1][1] == 0
 
 
+@pytest.mark.sampled(1)
 def test_a_prefill_that_fails_is_known_to_have_written_over_slots(
     layout: Layout, begun: list[tuple[Tensor, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +313,7 @@ def test_an_iterator_that_outlives_its_session_ends(chatty: SpeechLM, assist: bo
     assert isinstance(last, Ended) and last.reason == "cancelled"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_an_old_iterator_takes_nothing_of_a_newer_answer(chatty: SpeechLM, assist: bool, count: int) -> None:
@@ -327,7 +329,7 @@ def test_an_old_iterator_takes_nothing_of_a_newer_answer(chatty: SpeechLM, assis
     assert got[0] == got[1] and got[0][1] == 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_a_closed_session_s_iterator_leaves_the_next_owner_of_its_cache_alone(chatty: SpeechLM, assist: bool) -> None:
     kwargs: dict[str, Any] = {"sampling": TALKATIVE, "seed": 11, "max_seconds": 1.0, "text_assist": assist}
@@ -344,6 +346,7 @@ def test_a_closed_session_s_iterator_leaves_the_next_owner_of_its_cache_alone(ch
         assert said_by(chain(first, new)) == alone
 
 
+@pytest.mark.sampled(1)
 def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener interrupts the last answer just when the next is asked: either the new layout has the cut, or the
     cancel goes to the new answer; the history and what the cache is told must never differ."""

@@ -54,6 +54,7 @@ def test_the_decoder_s_context_is_an_end_too(layout: Layout) -> None:
     assert answer.ended == "cache" and answer.timings.steps == 40 - 5 + 1
 
 
+@pytest.mark.sampled(1)
 def test_a_system_message_is_before_every_question_and_never_forgotten(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
     lm, ids = make_lm(layout), tuple(Tokenizer.bytes().encode("be brief"))
     with lm.session(context=64, overflow="forget", sampling=WARM, max_seconds=0.6, system=" be brief\n") as session:
@@ -132,7 +133,7 @@ def one_step_of_training(model: SpeechModel, optimizer: torch.optim.Optimizer) -
     optimizer.step()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.untrained("encoder.*", "projector.*", "*head.weight")
 def test_a_session_leaves_weights_and_training_alone(layout: Layout, assist: bool) -> None:

@@ -62,6 +62,7 @@ def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str,
         assert again.tokens != alone[1].tokens  # a seed matters
 
 
+@pytest.mark.sampled(1)
 def test_system_messages_are_of_their_own_rows(layout: Layout) -> None:
     lm = make_lm(layout)
     limits: dict[str, Any] = {"max_seconds": 0.6, "max_tokens": 12}

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -83,6 +84,7 @@ def test_a_folder_keeps_the_head_in_full_precision_and_in_int8(tmp_path: Path) -
     torch.testing.assert_close(in_pieces(small, sound, 9000, 1), wanted, rtol=0, atol=0.05)
 
 
+@pytest.mark.long
 def test_a_head_that_has_learned_it_ends_the_turn_after_the_end_and_not_in_the_pause() -> None:
     model = model_of()
     model.train()

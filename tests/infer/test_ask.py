@@ -126,6 +126,7 @@ def test_equal_seeds_repeat_and_others_differ(run, tmp_path):
     assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spoken", [True, False])
 def test_chat_turns_share_a_session_and_other_questions_do_not(spoken, run, lm, tmp_path):
     task = "A1A2" if spoken else "T1A2"
@@ -159,7 +160,7 @@ MIXED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MIXED)
 def test_a_chat_takes_sound_and_text_in_the_order_of_the_command_line(name, run, lm, tmp_path):
     words, tasks = MIXED[name]

@@ -61,7 +61,7 @@ def ask(run: Any, monkeypatch: pytest.MonkeyPatch, listening: Path, data: bytes,
     return run("ask", "-", *words)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rate", [16_000, 24_000])
 @pytest.mark.parametrize("subtype", ["PCM_16", "FLOAT", "PCM_24"])
 def test_a_pipe_is_answered_as_the_file(
@@ -143,6 +143,7 @@ class Waiting(io.BytesIO):
         return block
 
 
+@pytest.mark.long
 def test_channels_of_a_wav(
     run: Any, listening: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: list[int]
 ) -> None:

@@ -56,12 +56,14 @@ def lm(request) -> SpeechLM:
     return make(TINY if request.param == "codec2" else SNAC)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_random_models_never_end_an_answer(lm, assist):
     answer = lm.generate(noise(0.3), max_seconds=0.5, text_assist=assist)
     assert answer.ended == "length" and len(answer.tokens) == answer.timings.steps
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_the_parts_of_first_audio_make_its_whole(lm, assist):
     found = first_audio(lm, noise(0.3), assist, repeat=1)
@@ -83,6 +85,7 @@ def _sounds_after(lm: SpeechLM, columns: int) -> bool:
     return len(lm.codec.stream().push(codes)) > 0
 
 
+@pytest.mark.sampled(1)
 def test_a_whole_answer_is_as_long_as_asked(lm):
     figures = whole_answer(lm, noise(0.3), False, 0.5, repeat=2)
     frames = -(-0.5 * lm.codec.frame_rate // 1)

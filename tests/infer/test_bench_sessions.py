@@ -323,6 +323,7 @@ def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypat
         del sys.modules["infer.bench.random_codecs"]
 
 
+@pytest.mark.long
 def test_the_picture_has_content(tmp_path: Path, whole_pictures: None) -> None:
     file = draw(LiveTable("nano " * 40, 0.04, [figures(n) for n in (1, 2, 4)]), tmp_path / "curve.png")
     with Image.open(file) as picture:

@@ -71,6 +71,7 @@ def ask(capsysbinary: pytest.CaptureFixture[bytes]):
     return call
 
 
+@pytest.mark.long
 def test_it_answers_where_no_model_is_named_and_the_demonstration_left_none(ships: Path, ask) -> None:
     done = ask("--text", "hello", "--task", "T1T2", *SHORT)
     assert (done.code, done.err) == (0, "model: the one that ships with omni-speech (--model names another)\n")

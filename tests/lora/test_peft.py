@@ -104,6 +104,7 @@ def test_peft_reads_ours_on_the_language_model(grown: Path, lm: Path, tmp_path: 
     assert torch.equal(said(fresh), said(model))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("merging", ["language model", "speech model"])
 def test_what_peft_wrote_is_merged(grown: Path, lm: Path, tmp_path: Path, merging: str, capsys) -> None:
     """With patterns of rank and alpha, rank-stabilised, a head narrower than the grown one, and a module trained whole."""

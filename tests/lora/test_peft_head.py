@@ -63,6 +63,7 @@ def test_a_head_that_is_the_embedding_is_no_target(tmp_path: Path) -> None:
         adapter_of(model_of(tmp_path / "grown"), *HEAD)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("base", ["lm", "grown"])
 def test_a_head_comes_back_from_there_onto_either_base(grown: Path, lm: Path, tmp_path: Path, base: str, capsys) -> None:
     model = exported(grown, tmp_path)

@@ -140,6 +140,7 @@ def test_exchanged_rows_go_on_alike(decoder, layout, window):
         assert torch.equal(one.text, two.text)
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 def test_what_a_slot_held_before_is_never_looked_at(decoder, layout):
     """0 * NaN is NaN: what a mask hides must be gone. Rows side by side and gathered ones; reset, rewound and copied onto."""

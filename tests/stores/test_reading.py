@@ -187,6 +187,7 @@ def test_an_entry_that_was_deleted_is_fetched_again(bucket: Any) -> None:
     assert local_path(address).read_bytes() == b"one"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kept", [True, False], ids=["cached", "uncached"])
 def test_reading_at_any_place(bucket: Any, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     if not kept:

@@ -42,6 +42,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in out for name in COMMANDS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("letters", "word"), [(10, "wordy"), (1_000_000, "wordy"), (0, "--help")])
 def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> None:
     code = (

@@ -265,6 +265,7 @@ def test_an_answer_that_breaks_is_told_and_the_talk_goes_on(talk: Talks, monkeyp
     assert talked.done.text.count("(broken off)") == 1 and talked.done.text.count("first audio") == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["input", "output"])
 def test_a_device_that_goes_away_is_named_with_those_that_are_left(talk: Talks, kind: str, tmp_path: Path) -> None:
     def script(sound: FakeSound) -> Iterator[Any]:

@@ -137,6 +137,7 @@ def test_a_closed_socket_leaves_no_session(serve: Any) -> None:
     assert gone[0]() is None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("uncollected")
 def test_a_call_that_has_ended_leaves_no_session(calls: Any) -> None:
     gone: list[weakref.ref[RealtimeSession]] = []

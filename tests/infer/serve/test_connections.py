@@ -182,6 +182,7 @@ def test_pings_of_who_does_not_read_are_not_answered(serve: Any, monkeypatch: py
 # --- connections without a request ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["nothing", "half a head"])
 def test_a_head_that_does_not_come_ends_its_connection(serve: Any, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
@@ -259,6 +260,7 @@ def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monk
 # --- the engine's restart, the server's end, keys and origins ---------------------------------------------------------
 
 
+@pytest.mark.long
 def test_while_the_engine_restarts_clients_are_told_to_come_again(serve: Any, lm: Any, monkeypatch: Any) -> None:
     failures: list[str] = []
     monkeypatch.setattr(LOG, "exception", failures.append)

@@ -292,6 +292,7 @@ def test_an_answer_is_as_long_as_its_client_allows(talk: Any) -> None:
     talk(body)
 
 
+@pytest.mark.long
 def test_answers_are_freed_as_soon_as_another_one_follows(talk: Any) -> None:
     """Found by the garbage collector alone, they would grow with the square of a conversation, and its pauses with them."""
 
@@ -384,6 +385,7 @@ def test_what_is_retrieved_is_no_larger_than_clients_take(talk: Any) -> None:
     talk(body)
 
 
+@pytest.mark.long
 def test_a_response_without_a_question_answers_the_instructions(talk: Any, lm: Any) -> None:
     async def body(client: Client) -> None:
         await client.send("session.update", session={"instructions": "greet the user"})
@@ -408,7 +410,7 @@ def written(text: str, role: str = "user") -> dict[str, Any]:
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("detection", [None, {"type": "server_vad"}, {"type": "semantic_vad"}])
 def test_a_committed_sound_without_speech_has_no_answer(talk: Any, detection: Any) -> None:
     silence = np.zeros(24_000) if detection is None else noise(1.0)

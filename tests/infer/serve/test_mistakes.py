@@ -106,7 +106,7 @@ POISON = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
 @pytest.mark.parametrize("name", POISON)
 def test_what_got_in_all_the_same_is_left_out_of_later_questions(talk: Any, lm: SpeechLM, name: str, asked: bool) -> None:

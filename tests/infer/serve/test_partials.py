@@ -90,6 +90,7 @@ def test_they_are_told_for_the_item_that_is_committed(run: Run, heard: bool, mon
     run(body)
 
 
+@pytest.mark.long
 def test_they_are_told_for_the_item_that_was_announced(run: Run) -> None:
     async def body(client: Client) -> None:
         await append(client, at24(say("what is two plus three")))

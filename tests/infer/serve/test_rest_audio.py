@@ -67,7 +67,7 @@ def read(data: bytes, form: str) -> np.ndarray:
 # --- transcriptions ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
 def test_a_transcription_is_the_models(app: FastAPI, lm: SpeechLM, form: str) -> None:
     data = wav(form=form)
@@ -179,7 +179,7 @@ def test_a_file_that_unfolds_is_refused_before_it_is_decoded(app: FastAPI, monke
 # --- speech -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["mp3", "wav", "flac", "opus", "pcm"])
 def test_speech_is_the_models_in_every_format(app: FastAPI, lm: SpeechLM, form: Any) -> None:
     wanted = at_24khz(lm.generate(TEXT, "T1A1", **OPTIONS))
@@ -212,7 +212,7 @@ def test_speech_is_mp3_by_default_and_comes_in_chunks(app: FastAPI) -> None:
     assert soundfile.info(io.BytesIO(mp3)).format == "MP3" and len(pcm) == 48_000
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["pcm", "wav", "flac"])
 def test_speech_as_events(app: FastAPI, lm: SpeechLM, form: str) -> None:
     given = {"input": TEXT, "voice": "alloy", "response_format": form}

@@ -54,7 +54,7 @@ def complete(app: FastAPI, messages: list[Any], key: str = "none", **options: An
 # --- one question -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.9, "top_p": 0.5, "seed": -3}], ids=str
 )

@@ -199,7 +199,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.serve.realtime.session.LOOK", 0.2)

@@ -168,6 +168,7 @@ def soak(serve: Any, count: int, together: int) -> None:
         assert sizes[-1] < 1.05 * sizes[1], [size >> 20 for size in sizes]
 
 
+@pytest.mark.long
 def test_sockets_that_go_away_leave_nothing(serve: Any) -> None:
     soak(serve, 20, 10)
 

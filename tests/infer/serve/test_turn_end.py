@@ -125,6 +125,7 @@ def test_a_session_commits_where_the_model_says_so(
     assert ("input_audio_buffer.committed" in kinds) == sure  # the other waits for four seconds, which did not come
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("host", [-9.0], indirect=True)
 def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, settings: ServeSettings) -> None:
     def body(client: Client) -> None:

@@ -157,6 +157,7 @@ def test_a_buffer_that_is_cleared_is_no_question(run: Any, asked: list[float], m
     assert run(body) == found
 
 
+@pytest.mark.long
 def test_other_options_than_were_heard_with_ask_the_sound(
     run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +206,7 @@ def test_parts_of_the_buffer() -> None:
             assert np.array_equal(buffer.part(first, skip, last / 24_000), samples[begin + skip : last])
 
 
+@pytest.mark.long
 def test_a_format_that_changes_midway(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(client: Client) -> list[Any]:
         await append(client, noise(0.5))

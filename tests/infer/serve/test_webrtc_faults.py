@@ -14,6 +14,7 @@ from tests.infer.serve.caller import KEYS, Caller, no_session, session_of, witho
 from tests.infer.serve.conftest import MANUAL
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "told"),
     [

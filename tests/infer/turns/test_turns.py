@@ -136,6 +136,7 @@ def test_streams_in_company_and_in_pieces_hear_what_one_alone_hears() -> None:
         assert np.allclose(alone, found, atol=1e-4)
 
 
+@pytest.mark.long
 def test_backchannels_do_not_end_an_answer_and_questions_do() -> None:
     voices = ["en-us+" + variant for variant in variants()]
     sounds, generator = [], np.random.default_rng(0)

@@ -87,7 +87,7 @@ def poisoned(parts: Any, at: int) -> Any:
     return replace(parts, steps=some)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "section", [{"method": name, "level": "parameters"} for name in ("upgrad", "nashmtl", "moco")] + [{"method": "forum"}],
     ids=lambda s: s["method"],

@@ -43,6 +43,7 @@ def step(balancer: Balancer | Bilevel, number: int) -> list[Tensor]:
     return [report.weights, p.grad]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("method", "level"), [(m, level) for m in METHODS for level in METHODS[m].levels])
 def test_resuming_is_bitwise(method: str, level: str) -> None:
     config = BalanceConfig(method, level, SETTINGS.get(method, {}), seed=7)

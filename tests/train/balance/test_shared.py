@@ -17,7 +17,7 @@ from train.objective.objective import Objective, targets
 from train.objective.task_losses import feature_tasks
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", list(SHARING))
 def test_every_kind_learns_in_a_run(tmp_path: Path, kind: str) -> None:
     config = balanced_config(tmp_path, BalanceConfig("mgda", "features"), budget=BudgetConfig(steps=1))

@@ -180,7 +180,7 @@ def linear(losses: Tensor, jacobian: Tensor, features: Tensor) -> list[Tensor]:
     return [loss + (features - features.detach())[0] @ row for loss, row in zip(losses, jacobian, strict=True)]
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("case", "level"), AT, ids=[" ".join([c.method, level, *(str(v) for v in c.settings.values())]) for c, level in AT]
 )

@@ -204,6 +204,7 @@ def test_two_processes_write_beside_their_steps_what_they_write_between_them(tmp
         assert beside == between and any("step-00000006/tensors" in name for name in between)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [

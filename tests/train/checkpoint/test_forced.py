@@ -29,6 +29,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
 def test_state_of_another_rule_starts_again(
     tmp_path: Path, undisturbed: dict[str, Path], before: str, now: str, capfd: pytest.CaptureFixture[str]

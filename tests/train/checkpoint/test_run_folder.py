@@ -31,7 +31,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.untrained("*")
 @pytest.mark.parametrize("resume", ["auto", "force", "restart"])
 @pytest.mark.parametrize("name", [*RUN_FILES, CONFIG, *RESULTS, "model.safetensors", "checkpoints/step-00000007"])

@@ -36,6 +36,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
+@pytest.mark.long
 def test_a_run_that_lost_its_folder_goes_on_from_the_bucket(
     bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

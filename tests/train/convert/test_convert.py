@@ -83,6 +83,7 @@ def test_growth_is_decided_by_the_seed(lm, tmp_path):
     assert not any("blocks" in name and name.startswith("decoder") for name in differ)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("combine", ["sum", "mean"])
 @pytest.mark.parametrize("rule", ["mean", "normal", "zero"])
 def test_new_rows_begin_as_the_rule_says(lm, tmp_path, rule, combine):
@@ -154,6 +155,7 @@ def test_a_model_kept_as_text_answers_in_text(lm, tmp_path):
     assert answer.text is not None
 
 
+@pytest.mark.long
 def test_a_whole_model_takes_a_codec_later(lm, tmp_path):
     assert run(lm, tmp_path / "a", "--encoder", "nano") == 0
     assert load_folder(tmp_path / "a").codec is None
@@ -279,6 +281,7 @@ def test_what_is_no_checkpoint_is_refused(lm, tmp_path):
         run(tmp_path / "out", tmp_path / "out2", "--kind", "snac")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_weights_that_are_not_finite_are_told(count, tmp_path, capsys):
     model = text_model("qwen2")

@@ -55,6 +55,7 @@ def test_a_model_may_become_another_in_its_place(lm, tmp_path, kind):
     assert {t.dtype for t in load_folder(tmp_path / "out").model.state_dict().values()} == {torch.bfloat16}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["out", "link"])
 @pytest.mark.parametrize(
     "kind, words", [("hf", "text part: encoder, projector, audio tables"), ("mini-omni", "lose the codec's weights")]

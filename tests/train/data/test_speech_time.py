@@ -68,7 +68,7 @@ def errors(rate: int, ended: bool) -> torch.Tensor:
     return torch.tensor(out)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("rate", [175, 230])
 @pytest.mark.parametrize("ended", [False, True], ids=["being made", "ended"])
 def test_a_cut_is_at_most_one_word_wrong_in_95_of_100_answers(rate: int, ended: bool) -> None:

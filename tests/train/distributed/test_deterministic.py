@@ -60,6 +60,7 @@ def test_what_is_set_and_restored(set_otherwise: None, monkeypatch: pytest.Monke
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on", [False, True])
 def test_a_run_has_it_from_before_its_devices_are_opened_to_its_end(
     on: bool, set_otherwise: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -137,6 +137,7 @@ def test_a_divergence_is_measured_where_the_answers_stand(place, lessons, pieces
     assert float(got) == pytest.approx(wanted / sum(lessons.weights), rel=1e-4) and wanted > 0.01
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("whole_pictures")
 def test_edits_are_judged_in_a_table_a_file_and_a_picture(place, capsys, tmp_path):
     assert run(place, "eval", "@model", "@edits", "@facts.jsonl", str(tmp_path / "out"), *JUDGE) == 0

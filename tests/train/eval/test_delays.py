@@ -27,6 +27,7 @@ def save_listening(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_each_length_is_evaluated_and_they_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data, out = save_listening(tmp_path / "model"), write_librispeech(tmp_path / "libri"), tmp_path / "out"
     assert run(model, data, "--out", out, "--chunks", "40,100,0", *QUICK) == 0

@@ -79,6 +79,7 @@ def test_librispeech_is_transcribed(model: Path, speech: Path, tmp_path: Path, c
     assert "| word error rate |" in table and "basic: NFKC" in table and "7/1/7-1.trans.txt line 6" in table
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["set.parquet", "set.jsonl"])
 def test_voicebench_gets_its_fields_back_in_order(model: Path, tmp_path: Path, name: str) -> None:
     rows = voicebench()
@@ -153,7 +154,7 @@ class Pulled(Exception):
     """The plug."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batches", [0, 1, 3])
 def test_interrupted_and_gone_on_with_is_undisturbed(
     model: Path, speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int
@@ -182,7 +183,7 @@ def test_interrupted_and_gone_on_with_is_undisturbed(
     assert run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn) == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("more", [(), ("--turns", "true")])
 def test_a_store_that_fails_breaks_no_question(
     model: Path, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
@@ -329,6 +330,7 @@ def test_spoken_answers_are_heard(model: Path, tmp_path: Path) -> None:
     assert "transcribed by pocketsphinx" in (out / "report.md").read_text()
 
 
+@pytest.mark.long
 def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = save_model(tmp_path / "other", seed=4)
     a, b = tmp_path / "a", tmp_path / "b"

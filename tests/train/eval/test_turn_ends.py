@@ -88,6 +88,7 @@ def test_figures_of_given_probabilities() -> None:
     assert found["more"].p50 == pytest.approx(0.52) and found["whole"].p95 == pytest.approx(0.2)
 
 
+@pytest.mark.long
 def test_the_command_writes_table_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     save_folder(tmp_path / "model", NANO, SpeechModel(NANO).state_dict(), Tokenizer.bytes())

@@ -136,6 +136,7 @@ def test_a_card_of_the_users_is_kept(hub: Any, run: Path, capsys: Any) -> None:
     assert f"card: {run / 'model' / 'README.md'}, as it is" in said
 
 
+@pytest.mark.long
 def test_a_card_that_was_edited_at_the_hub_is_kept_and_ours_is_replaced(hub: Any, run: Path, capsys: Any) -> None:
     words = [str(run), "hf://me/mine", "--license", "mit"]
     main([*words[:3], "apache-2.0"])

@@ -136,6 +136,7 @@ def test_loss_and_gradients_equal_the_plain_objective(model, chunk):
     assert float(losses.counts.sum()) == float(counts[:-HEADS].sum())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("window", [None, 7])
 def test_sequences_without_a_mask_give_the_same_loss_and_gradients(model, window, monkeypatch):
     """As a GPU computes them, with a stand-in for its kernel."""

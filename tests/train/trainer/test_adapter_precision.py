@@ -102,7 +102,7 @@ def test_an_adapter_that_was_written_in_bf16_learns_on_in_fp32(tmp_path: Path) -
     assert all(found[n].dtype == torch.float32 and found[n].equal(wanted[n].bfloat16().float()) for n in pairs)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("base", [None, "nf4"])
 def test_our_own_model_learns_in_bf16_as_in_full(tmp_path: Path, base: Literal["nf4"] | None) -> None:
     """Adapters on blocks and heads; beside them the projector, tables and a convolution, which feed what stands still."""

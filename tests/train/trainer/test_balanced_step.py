@@ -113,7 +113,7 @@ def compare(config: FitConfig, tolerance: float = 2e-5) -> None:
     assert_near(moved, should, tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("method", "level"), EVERY)
 def test_every_method_is_the_slow_one(tmp_path: Path, method: str, level: str) -> None:
     """One micro-batch a step (three where the method takes them apart); changes of the weights in three steps of AdamW.
@@ -160,7 +160,7 @@ def test_a_method_gets_the_losses_that_its_settings_need(tmp_path: Path) -> None
     compare(balanced_config(tmp_path, section, data=data), 2e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("ctc", [False, True])
 def test_equal_weights_are_the_plain_run(tmp_path: Path, micro: int, ctc: bool) -> None:

@@ -61,6 +61,7 @@ def test_an_open_ended_budget_ends_by_its_goal_or_by_its_minutes_alone() -> None
     assert learning_rate(schedule, budget, 400, 60.0) == pytest.approx(0.1, rel=0.02)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "metric, until, value, ends", [("exact_match", 0.95, 0.95, True), ("exact_match", 0.95, 0.94, False),
                                    ("wer", 0.05, 0.04, True),

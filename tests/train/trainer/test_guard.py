@@ -125,7 +125,7 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
     assert f"test_guard.py:{line_of('plain(self')}" in said
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_the_doctor_ends_after_the_step_in_which_a_signal_comes(

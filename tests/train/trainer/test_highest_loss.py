@@ -149,6 +149,7 @@ def test_the_file_has_the_highest_of_all_processes(tmp_path: Path) -> None:
     assert [one["row"] for one in read(tmp_path / "0")] == ["process 1"] and not (tmp_path / "1" / HIGHEST).exists()
 
 
+@pytest.mark.long
 @pytest.mark.untrained("*")
 def test_a_run_names_its_rows_and_trains_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with inside(tmp_path):

@@ -51,6 +51,7 @@ def test_only_adapters_and_what_is_named_learn_and_are_stored(tmp_path: Path) ->
 
 
 # From 4,096 values on a parameter's state is held in 8 bits, and its tables of numbers are those of all other parameters.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rule", "rank"), [("adamw", 2), ("paged_adamw_8bit", 2), ("paged_adamw_8bit", 128)])
 def test_stopped_and_resumed_it_ends_bitwise_where_an_undisturbed_one_ends(tmp_path: Path, rule: Rule, rank: int) -> None:
     section = replace(SECTION, rank=rank)

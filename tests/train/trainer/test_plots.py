@@ -22,7 +22,7 @@ def ink(file: Path) -> float:
     return float((pixels < 200).mean())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [1, 30])
 @pytest.mark.parametrize("validated", [False, True])
 def test_curves(tmp_path: Path, rows: int, validated: bool) -> None:
@@ -73,6 +73,7 @@ def test_a_tone_stands_at_its_frequency(rate: int, tone: float) -> None:
     assert abs(power.mean(1).argmax() * bin_width - tone) <= bin_width
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asked_aloud", [True, False])
 def test_spectrograms(tmp_path: Path, asked_aloud: bool) -> None:
     question = (torch.randn(16000), 16000) if asked_aloud else None

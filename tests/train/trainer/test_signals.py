@@ -105,6 +105,7 @@ class Killing(list):
             kill(signal.SIGTERM)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("every", "line"), [(None, "3 steps since the start are lost"), (2, "1 step since {} is lost")])
 def test_a_second_ctrl_c_says_what_is_lost(
     tmp_path: Path, every: int | None, line: str, capfd: pytest.CaptureFixture[str]

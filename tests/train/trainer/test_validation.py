@@ -98,7 +98,7 @@ def test_weights_are_the_same_to_the_bit_and_figures_those_of_a_copy(
         assert tensor.equal(found[name]), name
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_weights_that_serve_are_not_copied(ema: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from train.trainer import loop

@@ -30,7 +30,7 @@ def row_of(model, turns: int = 1) -> Row:
     return next(row for i in range(100) if len((row := source.row(i)).turns) == turns)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("task", TASKS)
 def test_with_a_system_message_an_example_is_what_a_session_feeds(name, task, tmp_path):
@@ -279,6 +279,7 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path):
         replace(source, held_out=0)
 
 
+@pytest.mark.long
 def test_a_packed_mixture_of_the_nano_data_has_under_five_percent_padding():
     config = DataConfig(
         sources=(SourceConfig("spoken-digits", tasks={"A1T1": 0.4, "A1A2": 0.4, "T1A2": 0.2}, options={"turns": (0.8, 0.2)}),),

@@ -17,6 +17,7 @@ from train.data.rows.row import RowTurn, Word
 from train.data.seeding import seeded_rng
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_are_cut_but_the_last(name, task):

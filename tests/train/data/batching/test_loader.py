@@ -74,7 +74,7 @@ def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
         same_steps(take(resumed, min(2, 4 - stop)), wanted[stop + 1 : stop + 3])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("room", [1, parquet.KEPT_FILES])
 def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_path, monkeypatch):
     """Also where nothing of the files was kept when it stopped, and where there is no room to keep it."""

@@ -61,7 +61,7 @@ RULES = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_drops_its_row_and_no_other(rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, changes = RULES[rule]

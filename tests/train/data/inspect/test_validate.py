@@ -33,6 +33,7 @@ def with_codes(codec: str, frames: torch.Tensor, order: str = "streams") -> dict
     return {"answer_codes": Codes(codec, frames, order)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["codec2", "snac"])
 def test_nothing_is_wrong_with_sound_rows(codec: str, tmp_path: Path) -> None:
     rows = [row(i, codec) for i in range(9)]

@@ -109,7 +109,7 @@ def test_stored_codes_are_the_packages_own_for_any_number_of_processes(codec, tm
     assert len(seen) > 10  # the sound is heard in them
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 def test_other_weights_of_a_codec_are_noticed(codec, tmp_path, monkeypatch):
     """One bit of one weight: neither what is half made nor what is whole is taken for theirs."""
     name, folder, _ = codec

@@ -175,6 +175,7 @@ def test_codes_of_another_codec_name_the_way_out(text, tmp_path):
     assert made(tmp_path / "as they are", Other(3, "codes"), codec="").codes_taken == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_row_that_no_column_can_hold_is_one_broken_item(workers, tmp_path):
     """Half a character, a code beyond 32 bits: the rows beside them are stored as ever."""

@@ -55,6 +55,7 @@ def test_a_folder_and_a_file_of_a_bucket_are_prepared_alike(bucket: Any, table: 
         prepare(address, tmp_path / "there", config)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("whole", [True, False])
 def test_another_machine_of_a_cluster_brings_the_data_to_the_same_place(
     whole: bool, bucket: Any, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +169,7 @@ def test_a_store_that_fails_breaks_no_row(bucket: Any, tmp_path: Path) -> None:
     assert (out / "rows-00000.parquet").read_bytes() == (tmp_path / "whole" / "rows-00000.parquet").read_bytes()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["librispeech", "cuts"])
 def test_a_recording_that_is_replaced_meanwhile_is_told(kind: str, bucket: Any, tmp_path: Path) -> None:
     SETS[kind](tmp_path / "set")
@@ -181,7 +182,7 @@ def test_a_recording_that_is_replaced_meanwhile_is_told(kind: str, bucket: Any, 
         list(source)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("audio", ["required", "optional"])
 @pytest.mark.parametrize("gone", ["", "*/*", "*/*/clips", "*/*/clips/50.flac"])
 def test_a_cache_that_is_removed_meanwhile_breaks_no_row(audio: str, gone: str, bucket: Any, tmp_path: Path) -> None:

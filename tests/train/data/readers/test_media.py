@@ -172,6 +172,7 @@ def test_tags_of_recordings():
         assert tags(text) == 0 and without_tags(text) == text
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_nan_is_missing(tmp_path, ending, bad):

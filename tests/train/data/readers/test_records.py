@@ -241,7 +241,7 @@ def test_a_parquet_file_that_cannot_be_opened_is_one_broken_record(tmp_path):
         assert len(records) == 1 and list(records.iterate(1)) == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
 def test_memory_does_not_grow_with_the_records(tmp_path, name):
     """Twenty thousand records take no more than a thousand: tracemalloc counts Python's own memory."""

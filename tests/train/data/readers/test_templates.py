@@ -89,6 +89,7 @@ def test_dialogues_have_their_shares_and_come_mixed(tmp_path):
     assert min(Counter(skills[:100])[skill] for skill in ("sums", "days", "opposites", "context")) > 5
 
 
+@pytest.mark.long
 def test_every_wording_and_combination_comes_equally_often(tmp_path):
     found = texts(rows_of(write(tmp_path), 6000, part="all"), "sums")
     asked = [question for ((question, _),) in found]

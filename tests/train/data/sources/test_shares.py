@@ -31,6 +31,7 @@ def mixture(weights, sizes=None, limits=None, seed=1) -> Mixture:
     return Mixture(sources, weights, seed, limits)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "weights", [(1.0,), (0.5, 0.3, 0.2), (1, 0, 3), (1e-3, 1.0), (0.1, 0.2, 0.3, 0.4), (2, 1, 0), (1, 1e-20, 1e-20), RISING]
 )

@@ -122,6 +122,7 @@ def test_its_rows_are_those_that_data_prepare_makes(data: dict[str, Path], kind:
         assert row.where.startswith(f"{data[kind]}/s-") and " row " in row.where
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
 def test_answers_are_encoded_as_data_prepare_encodes_them(data: dict[str, Path], kind: str, tmp_path: Path) -> None:
     from train.data.prepare.rows import RowMaker
