@@ -81,6 +81,7 @@ def test_the_scripts_run_the_package_whatever_lies_in_the_folder(installed: Path
     assert theirs.stdout == "my own training\n"
 
 
+@pytest.mark.long
 def test_the_model_that_comes_with_it_answers_the_question_that_does(installed: Path, folder: Path) -> None:
     nano = installed / "omni/pretrained/nano"
     files = {file.relative_to(nano).as_posix() for file in nano.rglob("*.*")}

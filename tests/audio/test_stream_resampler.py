@@ -13,6 +13,7 @@ RATES = [(24_000, 16_000), (8_000, 16_000), (44_100, 16_000), (48_000, 16_000), 
 ODD = [(44_101, 16_000), (16_001, 16_000), (15_999, 16_000), (1, 16), (7_919, 16_000)]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("given", "wanted"), RATES + ODD)
 @pytest.mark.parametrize("samples", [0, 1, 2, 700, 30_001])
 def test_any_split_equals_the_whole(given: int, wanted: int, samples: int) -> None:

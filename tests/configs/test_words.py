@@ -39,6 +39,7 @@ def voice(tmp_path: Path, calls: Path) -> str:
     return f"command:{sys.executable} {script} {{text}} {{out}}"
 
 
+@pytest.mark.long
 def test_a_kept_word_sounds_as_it_does_unkept(voice, calls, tmp_path):
     folder = str(tmp_path / "kept")
     assert keep_words({voice: ["one", "zwölf", "one"]}, 8000, folder, "off") == 2

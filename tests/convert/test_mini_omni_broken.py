@@ -90,6 +90,7 @@ def test_weights_that_do_not_fit_are_named(change: Callable[[State], object], me
         mini_omni.read(save(tmp_path / "a", settings, state))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -260,7 +260,7 @@ HARD = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["watched", "traced", "run"])
 @pytest.mark.parametrize("name", HARD)
 def test_what_is_hard_to_look_at_learns_the_same(name: str, way: str) -> None:

@@ -38,6 +38,7 @@ FIXED: dict[str, Callable[[], Program]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("trace", [False, True], ids=["watched", "traced"])
 @pytest.mark.parametrize("name", FIXED)
 def test_mended_programs_pass_silently(name, trace):

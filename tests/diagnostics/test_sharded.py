@@ -46,6 +46,7 @@ def test_patches_of_an_inner_module(said: dict[str, list[Any]], where: str, mome
     assert outcome == "ignored" and len(findings) == 1 and "bound to another module" in findings[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_a_module_that_is_not_called(said: dict[str, list[Any]], where: str) -> None:
     """That its weights were gathered for it is no use of them."""

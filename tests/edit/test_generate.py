@@ -113,7 +113,7 @@ def test_sessions_of_one_model_do_not_disturb_each_other(lm):
     assert unchanged(lm.model, before)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 def test_rows_of_a_batch_have_their_own(layout, lm):
     before, one, two = trace(lm.model), made(lm.model, 0), made(lm.model, 1, None)
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]

@@ -55,6 +55,7 @@ def same(model: nn.Module, wanted: dict[str, Tensor]) -> bool:
     return now.keys() == wanted.keys() and all(torch.equal(now[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [3, None])
 def test_merged_edits_are_exact_and_come_out_bit_for_bit(model, name, rank, dtype):

@@ -286,6 +286,7 @@ def test_presets_have_the_published_sizes(name: str) -> None:
     assert encoder.whisper.positional_embedding.shape[0] == 1500
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("span", "blur"), [(8.0, 0.0), (1.5, 0.0), (8.0, 1.25)])
 @CONFIGS
 def test_normalised_features_are_each_clips_own(config: WhisperConfig, span: float, blur: float) -> None:

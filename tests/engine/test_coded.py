@@ -66,6 +66,7 @@ def ended(events: list[Any]) -> Ended:
     return events[-1]
 
 
+@pytest.mark.long
 def test_what_cannot_be_decoded_ends_one_answer(lm: SpeechLM, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engine.echo import PortableStream
 

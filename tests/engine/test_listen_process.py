@@ -27,6 +27,8 @@ from tests.generate.conftest import LAYOUTS, make_model
 from tests.generate.listening_toys import CHUNK, ENCODER, QUESTIONS, TALK, heard, left, listener, pieces, same, sound
 from tests.generate.session_toys import answered
 
+pytestmark = pytest.mark.long
+
 __all__ = ["left"]
 
 
@@ -49,7 +51,6 @@ def lm(folder: Path) -> SpeechLM:
     return SpeechLM.from_pretrained(folder)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"text_assist": True}, {"context": 200, "overflow": "forget"}])
 def test_heard_in_the_other_process_equals_the_whole(lm: SpeechLM, engine: EngineProcess, options: dict[str, Any]) -> None:
     with engine.session(**TALK | options) as remote, lm.session(**TALK | options) as local:

@@ -145,6 +145,7 @@ def test_a_live_row_rests_when_its_listener_holds_enough(lm: SpeechLM) -> None:
     assert lm.engine.stats().steps == 0
 
 
+@pytest.mark.long
 def test_a_first_sound_waits_for_the_next_frame_where_others_speak(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that somebody's question does not make the second one late; alone it does not wait, nor does a short answer."""
     monkeypatch.setattr(sound, "BEFORE", 1e9)

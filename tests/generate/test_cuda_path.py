@@ -229,7 +229,7 @@ def test_a_captured_step_sees_nothing_of_a_slot_s_last_holder(shape: dict[str, A
     assert (talk(lm, SAMPLINGS[1], True), batch(lm, SAMPLINGS[1])) == expected
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
     Nothing.homeless = 0
     lm = make_lm(layout)

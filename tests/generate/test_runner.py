@@ -118,6 +118,7 @@ def test_rows_join_and_leave_between_steps(model: SpeechModel) -> None:
             assert said[row] == expected
 
 
+@pytest.mark.sampled(3)
 def test_hidden_states_do_not_depend_on_padding_or_chunks(model: SpeechModel) -> None:
     layout = model.layout
     for chunk in (1, 4, 5, 64):
@@ -131,6 +132,7 @@ def test_hidden_states_do_not_depend_on_padding_or_chunks(model: SpeechModel) ->
             torch.testing.assert_close(hidden.audio[i, -1], alone.audio[0, -1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("length", [27, 64])  # 27: no room for the column that rides along
 @pytest.mark.parametrize("chunk", [4, 5, 64])
 @pytest.mark.parametrize("held", [0, 6])

@@ -268,6 +268,7 @@ def test_a_prefill_that_fails_is_known_to_have_written_over_slots(
         assert begun[-1][1] == 0
 
 
+@pytest.mark.long
 def test_cancel_from_another_thread(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
     lm = make_lm(layout, context=2000)
     session = lm.session(max_seconds=70.0)

@@ -175,6 +175,7 @@ def test_an_incomplete_cache_does_not_answer(hub: Any, model: Path) -> None:
     assert (local_path("hf://me/mine", again=True) / "tokenizer.json").is_file()
 
 
+@pytest.mark.long
 def test_files_are_seen_together_or_not_at_all(hub: Any, tmp_path: Path) -> None:
     repo = hub.repos["me/mine"] = Repository()
     at = parse_hub("hf://me/mine")

@@ -197,6 +197,7 @@ def test_a_head_that_does_not_come_ends_its_connection(serve: Any, sent: bytes, 
         time.sleep(0.01)
 
 
+@pytest.mark.long
 def test_idle_connections_make_room_for_others(serve: Any) -> None:
     place, server = serve(connections=60)
 

@@ -68,7 +68,7 @@ def told(client: Client) -> list[dict[str, Any]]:
     return [event for event in client.events if event["type"] == EVENT]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("heard", [True, False])
 def test_they_are_told_for_the_item_that_is_committed(run: Run, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not heard:

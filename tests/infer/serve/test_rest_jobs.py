@@ -297,6 +297,7 @@ def talkative(host: EngineHost, settings: ServeSettings) -> FastAPI:
     return create_app(host, replace(settings, answering=answering, limits=ServerLimits(sessions=1, idle_seconds=0.2)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("path", "given"), STREAMS)
 def test_a_client_that_goes_away_in_a_stream_ends_its_answer(
     host: EngineHost, talkative: FastAPI, path: str, given: Any

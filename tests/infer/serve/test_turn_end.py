@@ -114,7 +114,7 @@ def talk(host: EngineHost, settings: ServeSettings, seconds: float, body: Any = 
     return asyncio.run(run())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("host", [9.0, -9.0], indirect=True)
 def test_a_session_commits_where_the_model_says_so(
     host: EngineHost, settings: ServeSettings, request: pytest.FixtureRequest

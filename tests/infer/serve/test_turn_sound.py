@@ -91,6 +91,7 @@ async def three_turns(client: Client) -> list[Any]:
     return said(client)
 
 
+@pytest.mark.long
 def test_manual_turns_are_answered_as_their_sound(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(three_turns)
     assert asked == pytest.approx([0.9, 1.2, 1.5])

@@ -130,6 +130,7 @@ def test_another_configuration_is_refused_unless_forced(tmp_path: Path) -> None:
     assert toy_fit(longer)[0].step == 9
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_a_larger_budget_and_nothing_else(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A finished run of 8 steps, extended to 12, ends bitwise where one of 12 ends, where the schedule is the same for both."""
     for name in ("finished", "stopped"):

@@ -46,6 +46,7 @@ def test_what_is_not_of_a_run_stays(here: Path, name: str, resume: str, capsys: 
     assert files(here / "run") == before
 
 
+@pytest.mark.long
 @pytest.mark.untrained("*")
 def test_a_run_goes_into_a_folder_with_other_things_and_leaves_them(here: Path) -> None:
     """A job's output, for one, which Slurm writes before the run starts."""
@@ -56,6 +57,7 @@ def test_a_run_goes_into_a_folder_with_other_things_and_leaves_them(here: Path) 
         assert (here / "run" / "slurm-1.out").read_text() == "started" and not (here / "run" / LOCK).exists()
 
 
+@pytest.mark.long
 @pytest.mark.untrained("*")
 def test_a_finished_run_without_checkpoints_is_trained_again_only_if_asked(
     here: Path, capsys: pytest.CaptureFixture[str]

@@ -96,7 +96,7 @@ def test_a_tied_head_is_named_as_head_or_as_table() -> None:
             set_trainable(model, ["decoder.text_hat.*"])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: "/".join(p.parts[-2:]))
 def test_recipes_with_open_answers_keep_what_has_the_lowest_held_out_loss(recipe: Path) -> None:
     config, _ = read(recipe)

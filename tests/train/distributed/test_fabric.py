@@ -269,6 +269,7 @@ def test_weights_are_exported_one_by_one(tmp_path: Path) -> None:
     assert f"gathered 0 weights, 0 at once\ngathered {len(exported)} weights, 1 at once" in ended[0].out
 
 
+@pytest.mark.long
 def test_a_process_that_leaves_lets_the_threads_of_its_group_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for the interpreter's lock when the group ends gets it before the process goes on to its end."""
     ended: list[str] = []

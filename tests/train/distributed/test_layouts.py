@@ -86,13 +86,9 @@ def make(top: Path, count: int, layouts: dict[str, Any], moves: Sequence[Move], 
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs of one and of two processes; where no long test is run, `1-one` and `2-tensor` alone are made."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs of one and of two processes."""
     top = tmp_path_factory.mktemp("layouts")
-    if not any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items):
-        make(top, 1, {"one": {}}, (), adapted=False)
-        make(top, 2, {"tensor": TWO["tensor"]}, (), adapted=False)
-        return top
     make(top, 1, {"one": {}, "mixed": MIXED}, ())
     make(top, 2, {**TWO, "mixed": {**TWO["fsdp"], **MIXED}}, MOVES)
     return top
@@ -107,10 +103,8 @@ def runs_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("2-ddp", "2-fsdp", "2-replicas", MOVES[0][0])]
-
-
-@pytest.mark.parametrize("name", ["2-tensor", *LONG])
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*(f"2-{name}" for name in TWO), MOVES[0][0]])
 def test_each_layout_learns_what_one_process_learns(runs: Path, name: str) -> None:
     check_learnt(runs, "1-one", name)
 

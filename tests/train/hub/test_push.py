@@ -218,6 +218,7 @@ def test_folders_that_are_refused(hub: Any, run: Path, tmp_path: Path, monkeypat
     assert not hub.repos
 
 
+@pytest.mark.long
 def test_an_upload_that_broke_off_goes_on(hub: Any, run: Path) -> None:
     words = [str(run), "hf://me/mine", "--license", "mit"]
     hub.fail("POST .*/commit/", 1000)

@@ -84,7 +84,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize(("method", "level", "micro", "settings"), METHODS)
 def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micro: int, settings: Any, aligned: bool) -> None:

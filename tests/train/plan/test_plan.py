@@ -245,6 +245,7 @@ def test_parameters_are_the_models(model: ModelConfig) -> None:
     assert counts["decoder audio head"][1] == real.decoder.audio_head.weight.numel()
 
 
+@pytest.mark.long
 def test_what_fits_is_told_from_what_does_not_and_knobs_save_what_they_say() -> None:
     """The 60 GiB that were measured do not fit into 48, and fit into 80; each knob's run needs what is said."""
     config, model = documented(MEASURED[1][0], **MEASURED[1][1]), preset("qwen2-0.5b-omni")

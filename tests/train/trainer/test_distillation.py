@@ -162,6 +162,7 @@ def test_adapters_are_exported_and_merged(tmp_path: Path, base: str, rows: Path)
     assert outcome.model is not None and load_folder(outcome.model).config.encoder.streams
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["variable", "padded", "chunked"])
 @pytest.mark.parametrize("lora", [None, LORA, replace(LORA, trainable=("encoder.whisper.conv*",))])
 def test_the_teacher_hears_as_its_folder_does(tmp_path: Path, rows: Path, mode: str, lora: LoRASection | None) -> None:

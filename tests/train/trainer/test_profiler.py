@@ -35,6 +35,7 @@ def steps_of(file: Path) -> list[int]:
     return sorted(int(step) for _, label, step in found if label)
 
 
+@pytest.mark.long
 def test_a_profile_leaves_a_trace_and_a_table_and_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     _, plain = toy_fit(toy_config(tmp_path / "plain"))
     _, weights = toy_fit(toy_config(tmp_path / "run", log=LINES), profile=range(3, 6))

@@ -58,6 +58,7 @@ def test_padding_stays_under_five_percent_and_nothing_waits_for_long(low, high, 
     assert oldest < 100
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_batch_holds_exactly_its_examples(name, turns):

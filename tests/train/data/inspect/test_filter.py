@@ -138,7 +138,7 @@ def test_an_empty_folder_or_a_link_to_one_is_filled_or_refused_at_once(tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"data", "large", "here", "empty", "link"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("rows_per_file", [3, 50])
 def test_shards_and_order(rows_per_file: int, tmp_path: Path) -> None:
     """Many shards out, few rows in each file in; every third row is dropped."""

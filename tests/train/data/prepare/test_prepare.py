@@ -323,6 +323,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
             pass
 
 
+@pytest.mark.long
 def test_a_process_that_dies_is_reported(tmp_path):
     with pytest.raises(UserError, match="a worker process was killed, perhaps for want of memory"):
         made(tmp_path / "out", Deadly(64), workers=1)

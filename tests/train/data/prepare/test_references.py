@@ -181,6 +181,7 @@ def test_recordings_of_a_bucket_are_named_by_their_addresses(
         there[2].load(16000)
 
 
+@pytest.mark.long
 def test_a_store_that_fails_is_no_finding(bucket: Any, clips: Path, tmp_path: Path, monkeypatch: Any) -> None:
     address = bucket.put_all(clips, "set")
     columns = {"question_audio": "wav", "question_text": "said"}

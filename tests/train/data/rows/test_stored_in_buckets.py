@@ -63,6 +63,7 @@ def test_no_file_is_opened_before_it_is_needed(bucket: Any, folder: Path) -> Non
     assert bucket.server.seen["LIST"] == 1 and bucket.server.seen["GET"] == 4  # the report
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("report", [None, "{", '{"shards": [{"file": "rows-00000.parquet", "rows": 5, "bytes": 1}]}'])
 def test_without_a_report_that_fits_files_are_looked_at(bucket: Any, folder: Path, report: str | None) -> None:
     address = bucket.put_all(folder, "rows")
