@@ -348,6 +348,7 @@ json.dump(done, sys.__stdout__)
 """
 
 
+@pytest.mark.long
 def test_help_and_mistakes_are_answered_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     nano = (ROOT / "configs" / "nano.yaml").read_text(encoding="utf-8")
     (tmp_path / "unknown.yaml").write_text(nano + "\nsead: 1\n", encoding="utf-8")

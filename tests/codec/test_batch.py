@@ -289,7 +289,7 @@ def connect_and_leave(codec: AudioCodec, cycles: int) -> None:
         assert len(batch) == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no /proc here")
 @pytest.mark.parametrize("cycles", [30, pytest.param(10_000, marks=pytest.mark.long)])
 def test_streams_that_come_and_go_leave_nothing_behind(codec: AudioCodec, cycles: int) -> None:

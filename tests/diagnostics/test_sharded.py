@@ -10,6 +10,8 @@ import pytest
 from tests import processes
 from tests.diagnostics.sharded import MOMENTS
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[Any]]:
@@ -24,7 +26,6 @@ def two(program: str, *arguments: str) -> dict[str, Any]:
     return json.loads(both[0].out.splitlines()[-1])
 
 
-@pytest.mark.long
 def test_functional_call_is_reported_exactly_where_it_is_ignored(said: dict[str, list[Any]]) -> None:
     cases = {name: result for name, result in said.items() if name.startswith("functional_call")}
     assert len(cases) == 24
@@ -35,7 +36,6 @@ def test_functional_call_is_reported_exactly_where_it_is_ignored(said: dict[str,
     assert "ignored" in [outcome for outcome, _ in cases.values()], "the trap is gone: say so in docs/gradients.md"
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("where", ["together", "apart"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_patches_of_an_inner_module(said: dict[str, list[Any]], where: str, moment: str) -> None:
@@ -46,7 +46,6 @@ def test_patches_of_an_inner_module(said: dict[str, list[Any]], where: str, mome
     assert outcome == "ignored" and len(findings) == 1 and "bound to another module" in findings[0]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_a_module_that_is_not_called(said: dict[str, list[Any]], where: str) -> None:
     """That its weights were gathered for it is no use of them."""
@@ -66,7 +65,6 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return two("tests.diagnostics.failing", str(tmp_path_factory.mktemp("failing")))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("model", "kind", "line"),

@@ -305,6 +305,7 @@ def held(session: Session, turn: int, count: int = 3) -> Iterator[Event]:
     return events
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("assist", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_an_iterator_that_outlives_its_session_ends(chatty: SpeechLM, assist: bool, count: int) -> None:

@@ -36,6 +36,7 @@ def test_a_run_gives_its_figures_and_its_model(tmp_path: Path) -> None:
     assert again is not None and again.step == 3
 
 
+@pytest.mark.long
 def test_the_door_is_light_and_says_what_it_has() -> None:
     code = (
         "import sys, train; assert 'torch' not in sys.modules; from train import recipe; recipe('nano'); print(train.__all__)"

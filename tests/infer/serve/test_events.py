@@ -114,6 +114,7 @@ def test_a_written_turn_in_text(talk: Any, lm: Any) -> None:
     talk(body)
 
 
+@pytest.mark.long
 def test_g711_both_ways(talk: Any) -> None:
     async def body(client: Client) -> None:
         for form in ("audio/pcmu", "audio/pcma"):
@@ -261,6 +262,7 @@ def test_nothing_to_answer_fails_as_a_response(talk: Any) -> None:
     talk(body)
 
 
+@pytest.mark.long
 def test_transcripts_and_transcription_sessions(talk: Any, lm: Any) -> None:
     question = noise(0.7, seed=3)
     wanted = lm.generate((question * 32767).astype(np.int16), "A1T1", sample_rate=24_000, max_tokens=512).text.strip()

@@ -59,6 +59,7 @@ def test_a_run_that_lost_its_folder_goes_on_from_the_bucket(
     assert wanted.keys() == found.keys() and all(tensor.equal(found[name]) for name, tensor in wanted.items())
 
 
+@pytest.mark.long
 def test_a_store_that_fails_does_not_end_a_run(bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saves = CheckpointConfig(every_steps=3, every_minutes=None, upload=bucket.address("runs/a"))
     config = toy_config(tmp_path / "run", checkpoint=saves, log=LogConfig(every=1, progress="lines"))

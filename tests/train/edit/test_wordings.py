@@ -47,6 +47,7 @@ def test_a_wording_is_taught_or_judged(tmp_path):
         texts(tmp_path, [KEPT, {**BARE, "rephrased": ["UN"]}], "own")
 
 
+@pytest.mark.long
 def test_a_recorded_question_is_taught_and_judged_as_it_is(tmp_path, capsys):
     save_model(tmp_path / "model")
     write_wav(tmp_path / "asked.wav", *say("a recorded question", 0))

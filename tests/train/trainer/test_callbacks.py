@@ -77,6 +77,7 @@ def test_all_are_called_in_order(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_fit_takes_them(tmp_path: Path) -> None:
     small = ["--data.packing.rows", "1", "--data.packing.length", "256", "--model.decoder.layers", "1"]
     once = ["--budget.minutes", "null", "--budget.steps", "1", "--validation.questions", "0", "--log.progress", "off"]

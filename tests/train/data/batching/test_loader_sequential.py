@@ -145,7 +145,7 @@ def test_held_out_rows_are_not_drawn_and_all_others_are(folder: Path) -> None:
         assert len(set(rows)) == len(rows) == ROWS - 5 and not held & set(rows)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.long
 @pytest.mark.parametrize("mixed", [False, True])
 def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(folder: Path, mixed: bool) -> None:
     steps = 5

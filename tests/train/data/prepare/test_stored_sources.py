@@ -154,6 +154,7 @@ def test_a_part_reads_the_row_groups_of_its_own_items(bucket: Any, tmp_path: Pat
     assert ids == [row.id for row in StoredRows(tmp_path / "here")] and len(ids) == 384
 
 
+@pytest.mark.long
 def test_a_store_that_fails_breaks_no_row(bucket: Any, tmp_path: Path) -> None:
     SETS["common-voice"](tmp_path / "set")
     address = bucket.put_all(tmp_path / "set", "set")
