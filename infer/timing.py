@@ -50,7 +50,7 @@ class Figures:
     def line(self) -> str:
         """The figures as one line of text."""
         if self.first_audio is None or self.real_time_factor is None:
-            text = "no text" if self.first_text is None else f"first text {self.first_text * 1e3:.0f} ms"
+            text = "no answer" if self.first_text is None else f"first text {self.first_text * 1e3:.0f} ms"
             return f"{text}, done after {self.total * 1e3:.0f} ms"
         plural = "" if self.underruns == 1 else "s"
         return (

@@ -24,7 +24,7 @@ from omni.checkpoint.folder import (
     stored_extra,
     stored_form,
 )
-from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS
+from omni.checkpoint.places import ADAPTERS, CODEC, CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import (
     PIECE,
     FileStamp,
@@ -127,7 +127,7 @@ def model_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
     """Write the model folder `source` as `target`, beside its name first, then renamed: linears and tables in int8, all else as
-    it is, with tokenizer, codec and the plain data. Returns size and CRC-32 of each file but `config.json`, which holds them.
+    it is, with tokenizer, codec, plain data and adapters. Returns size and CRC-32 of each file that `config.json` lists.
     UserError: the folder is quantised already, damaged or does not fit its configuration, or the place cannot be written.
 
     Args:
@@ -148,6 +148,7 @@ def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | Non
     progress.total = listed[WEIGHTS][0] + sum(t.nbytes * (2 if tensors[n].dtype == torch.int8 else 1) for n, t in state.items())
     others = [source / name for name in listed if name != WEIGHTS]
     others += [path for path in sorted((source / CODEC).rglob("*")) if path.is_file() and path not in others]
+    adapters = [path for path in sorted((source / ADAPTERS).rglob("*")) if path.is_file()]  # of no checksum in `config.json`
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, sum(t.nbytes for t in tensors.values()) + sum(p.stat().st_size for p in others)) as folder:
         if progress.crc_of(source / WEIGHTS) != listed[WEIGHTS][1]:
@@ -161,6 +162,10 @@ def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | Non
             files[name] = copy_file(path, folder / name)
             if name in listed and files[name].crc32 != listed[name][1]:
                 raise UserError(f"{path} does not match its checksum in {CONFIG}; fetch or save the folder again")
+        for path in adapters:
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy_file(path, copy)
         head = {"format": QUANTIZED_FORMAT, "quantized": {"form": "int8", "checksums": checksums()}, "model": to_dict(config)}
         _write_config(folder, head, files, extra)
     return files

@@ -216,6 +216,15 @@ def test_damage_is_not_made_valid(pair: tuple[Path, Path]) -> None:
     assert sorted(p.name for p in file.parent.parent.iterdir()) == ["int8", "model"]
 
 
+def test_adapters_come_along(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(pair[0], whole)
+    (whole / "adapters" / "slt").mkdir(parents=True)
+    (whole / "adapters" / "slt" / "adapter_config.json").write_text("{}")
+    quantize_folder(whole, tmp_path / "int8")
+    assert (tmp_path / "int8" / "adapters" / "slt" / "adapter_config.json").read_text() == "{}"
+
+
 def test_other_files_come_along(pair: tuple[Path, Path]) -> None:
     (pair[0] / "codec").mkdir()
     (pair[0] / "codec" / "config.json").write_text("{}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omni.checkpoint.places import check_folder
+from omni.checkpoint.places import ADAPTERS, check_folder
 from omni.convert.kinds import KINDS
 from omni.errors import UserError
 from omni.stores.hub import CARD
@@ -41,6 +41,8 @@ def run_convert(argv: Sequence[str]) -> int:
     if nonfinite:
         listed = nonfinite[0] if len(nonfinite) == 1 else f"{len(nonfinite)} tensors (the first is {nonfinite[0]})"
         print(f"warning: NaN or infinity in {listed}: fetch {source} again, or ask who trained it", file=sys.stderr)
+    if (source / ADAPTERS).is_dir():
+        print(f"note: {source / ADAPTERS} stays behind: copy it to {target} where its adapters still fit", file=sys.stderr)
     print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
     return 0
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from infer.pcm import PCM_RATE, to_int16
+from infer.serve.errors import Failure
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
 from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, token_counts, wav_header
@@ -25,8 +26,8 @@ from infer.turns.vad import SpeechStream
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.resample import resample
 from omni.generate.question import longest
+from omni.generate.results import AudioChunk, TextDelta
 from omni.generate.results import Event as Output
-from omni.generate.results import TextDelta
 
 LONGEST_INPUT = 4096  # characters of a text, as OpenAI limits it
 TIMED = ("srt", "vtt", "diarized_json")  # formats that tell who speaks when, which the model does not know
@@ -35,6 +36,9 @@ UNKNOWN = ("timestamp_granularities", "include", "known_speaker_names", "known_s
 """Fields that ask for that, or for log probabilities."""
 
 SPEECH = 0.25  # probability of speech that the likeliest 32 ms of a sound have at least, or nothing is said in it
+
+
+SILENT = "the model made no sound of this text in this voice; take another voice or text"
 
 
 class SpeechRequest(BaseModel):
@@ -61,14 +65,33 @@ async def speak(job: Job) -> Response:
     options["adapter"] = job.server.voices.adapter(body.voice)
     if body.form not in ("pcm", "wav"):
         _, sound, _ = await job.whole(body.input, "T1A1", **options)
+        if not len(sound):
+            raise Failure(500, SILENT, "no_sound", "server_error")
         data = await asyncio.to_thread(lambda: encoded(resampled(sound, rate), body.form))
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
-    pieces = _grown(raw(await job.begun(body.input, "T1A1", **options), rate), body.form)
+    events = await job.while_connected(_spoken(await job.begun(body.input, "T1A1", **options)))
+    pieces = _grown(raw(events, rate), body.form)
     if body.stream_format == "sse":
         return event_stream(job, _events(job, pieces))
     return StreamedResponse(job, pieces, MEDIA[body.form])
+
+
+async def _spoken(events: AsyncIterator[Output]) -> AsyncIterator[Output]:
+    """An answer's events from its first sound on; Failure where none comes."""
+    async for event in events:
+        if isinstance(event, AudioChunk):
+            break
+    else:
+        raise Failure(500, SILENT, "no_sound", "server_error")
+
+    async def spoken() -> AsyncIterator[Output]:
+        yield event
+        async for later in events:
+            yield later
+
+    return spoken()
 
 
 async def _grown(samples: AsyncIterator[bytes], form: str) -> AsyncIterator[bytes]:

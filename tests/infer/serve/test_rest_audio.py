@@ -22,6 +22,8 @@ from infer.serve.rest.answers import MEDIA, encoded, resampled, wav_header
 from infer.serve.rest.audio import SPEECH
 from infer.serve.rest.messages import decoded
 from infer.serve.settings import ServeSettings
+from omni.generate.answer_stream import AnswerStream
+from omni.generate.results import AudioChunk
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.conftest import noise
 from tests.infer.serve.test_rest_jobs import app, error_of, nothing_left, post, use
@@ -244,6 +246,19 @@ def test_speech_that_cannot_be(app: FastAPI, change: Any, param: str | None) -> 
     for form in ("mp3", "pcm"):
         error = error_of(post(app, SPEECHES, {"input": TEXT, "voice": "alloy", "response_format": form, **change}), 400)
         assert error["param"] == param
+
+
+@pytest.mark.parametrize("form", ["mp3", "wav", "pcm"])
+def test_an_answer_without_sound_is_told(app: FastAPI, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    real = AnswerStream.__anext__
+
+    async def silent(self: AnswerStream) -> Any:
+        while isinstance(event := await real(self), AudioChunk):
+            pass
+        return event
+
+    monkeypatch.setattr(AnswerStream, "__anext__", silent)
+    assert error_of(post(app, SPEECHES, {"input": TEXT, "response_format": form}), 500)["code"] == "no_sound"
 
 
 def test_a_model_without_sound_does_not_speak(host: EngineHost, settings: ServeSettings) -> None:
