@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
+
+from infer.cli import COMMANDS
+from train.config.run import FitConfig
 
 ROOT = Path(__file__).parent.parent
 ROW = re.compile(r"\| `(\S+)` \| (\d+) \| (\d+) \| \S")
@@ -48,3 +53,30 @@ def exceeds(size: tuple[int, int], budget: tuple[int, int]) -> bool:
 
 def test_every_package_has_a_budget():
     assert {"omni", "train", "infer", "configs", "benchmarks"} <= BUDGETS.keys()
+
+
+def test_the_whole_keeps_its_budgets():
+    product = [sum(column) for column in zip(*(BUDGETS[name] for name in BUDGETS if is_product(name)), strict=True)]
+    assert product[0] <= 75_500 and product[1] <= 345
+    assert sum(len(file.read_bytes().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 64_000
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    assert sum(len(file.read_text(encoding="utf-8")) for file in documents) <= 250_000
+    assert len([file for file in (ROOT / "omni").glob("*.py") if file.name != "__init__.py"]) <= 8
+
+
+def is_product(folder: str) -> bool:
+    return folder.split("/")[0] in ("omni", "train", "infer")
+
+
+def keys(kind: type) -> int:
+    """Keys of a configuration, those of its sections included."""
+    count = 0
+    for hint in get_type_hints(kind).values():
+        section = next((part for part in (hint, *get_args(hint)) if is_dataclass(part)), None)
+        count += keys(section) if section else 1
+    return count
+
+
+def test_runs_and_commands_have_few_keys():
+    assert keys(FitConfig) <= 165
+    assert max(len(fields(COMMANDS[name])) for name in ("ask", "serve", "chat")) <= 30
