@@ -104,7 +104,7 @@ class RemoteSession(Conversation[RemoteAnswer]):
         rate = self.sample_rate if asked.task.audio else 0
         with self._lock:
             self._open()
-            self._commit(self._last)  # once more: another thread may have asked meanwhile
+            self.commit()  # once more: another thread may have asked meanwhile
             answer = RemoteAnswer(self._link, self._link.number(), asked, seed, clock or Clock(), self._pace, rate)
             self._last = answer
         return answer

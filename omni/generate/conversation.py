@@ -169,7 +169,7 @@ class Conversation(ABC, Generic[A]):
         if seed is not None:
             check_number("seed", seed)
         self.check()
-        self._commit(self._last)
+        self.commit()
         if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
             listening = self.begin_reading(task, sample_rate)
             try:
@@ -213,7 +213,7 @@ class Conversation(ABC, Generic[A]):
     def begin_reading(self, task: Task | str, sample_rate: int) -> Listening:
         """Listen to an iterator: until `end_reading` another question is refused, and `cancel` and `close` end it."""
         with self._lock:
-            self._commit(self._last)
+            self.commit()
             self._incoming = listening = self.listen(task, sample_rate=sample_rate)
             return listening
 
@@ -222,9 +222,10 @@ class Conversation(ABC, Generic[A]):
         if self._incoming is listening:
             self._incoming = None
 
-    def _commit(self, answer: A | None) -> None:
-        """Settle an answer, unless another thread waits for it."""
+    def commit(self) -> None:
+        """Takes the last answer into the history, as far as it was delivered. UserError where another thread waits for it."""
         with self._lock:
+            answer = self._last
             under = answer is not None and not answer.settled and answer.reader not in (0, threading.get_ident())
             if under or self._incoming is not None:
                 raise UserError(

@@ -140,7 +140,7 @@ class Session(Conversation[Running]):
             reply = Reply(layout, task, self.tokenizer, codec, limits, self.time)
             with self._lock:
                 seat = self._open()
-                self._commit(self._last)  # once more: another thread may have asked meanwhile
+                self.commit()  # once more: another thread may have asked meanwhile
                 heard = asked.heard if isinstance(asked.heard, FeatureStream) else None
                 clip = asked.clip
                 if clip is not None and heard is None:

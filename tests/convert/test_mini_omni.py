@@ -178,7 +178,7 @@ def test_the_encoder_may_come_from_elsewhere(tmp_path: Path) -> None:
     (folder / "small.pt").rename(tmp_path / "other.pt")
     with pytest.raises(UserError, match=r"has no small.pt.*--encoder"):
         mini_omni.read(folder)
-    given = mini_omni.whisper_weights.read(tmp_path / "other.pt")
+    given = mini_omni.read_whisper(tmp_path / "other.pt")
     source = mini_omni.read(folder, encoder=given)
     assert torch.equal(source.tensors["encoder.whisper.conv1.weight"](), given.tensors["encoder.whisper.conv1.weight"]())
     drawn: Any = mini_omni.read(folder, encoder=WhisperConfig(width=EAR, heads=1, layers=2, mode="padded"))

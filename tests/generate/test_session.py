@@ -83,7 +83,7 @@ def close_the_iterator(session: Session, events: Iterator[Event]) -> None:
     taken = first_frames(events, 2)
     events.close() if hasattr(events, "close") else session.cancel()  # type: ignore[attr-defined]
     session.cancel()
-    session._commit(session._last)
+    session.commit()
     check_delivered(session, taken)
 
 
@@ -141,7 +141,7 @@ def cancel_at_once(session: Session, events: Iterator[Event]) -> None:
 def check_delivered(session: Session, taken: list[Event], later: bool = False) -> None:
     """The last turn of the history is what the events gave: whole frames of the sound, and the text."""
     if later:
-        session._commit(session._last)
+        session.commit()
     turn = session.turns[-1]
     samples = torch.cat([e.samples for e in taken if isinstance(e, AudioChunk)])
     frames = len(samples) // 4

@@ -301,7 +301,6 @@ def test_an_engine_in_its_process_is_played(folder: Path, run: Any, tmp_path: Pa
     runs = checked(run("bench", "--model", folder, *words, *short), [1, 2])
     for one in runs:
         assert one["lateness"]["count"] > 0 and one["step"]["p99"] > 0 and one["overhead"] > 0
-    assert sum(one["active"] for one in runs) > 0  # looked at eight times in 0.1 s, perhaps always between two answers
     assert sum(one["interrupted"] for one in runs) > 0
     done = run("bench", "--model", folder, "--sessions", "1", "--nonstop", *short)
     assert done.code == 0 and "nonstop" in done.text and "a frame plays 40 ms" in done.text and "…" not in done.text
