@@ -91,7 +91,7 @@ class EngineHost:
             await asyncio.sleep(LOOK)
             if self.alive or self._closing:
                 continue
-            LOG.error("engine lost: %s", getattr(getattr(self._engine, "_link", None), "lost", None))
+            LOG.error("engine lost: %s", self._engine and self._engine.lost)
             self.on_lost()
             while not self._closing and not self.alive:
                 try:

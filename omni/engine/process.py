@@ -334,7 +334,12 @@ class EngineProcess(Sessions[RemoteSession]):
     @property
     def alive(self) -> bool:
         """Whether it answers: it has not ended, nor was it closed."""
-        return self._link.lost is None
+        return self.lost is None
+
+    @property
+    def lost(self) -> EngineLost | None:
+        """Why it answers no more; None while it is alive."""
+        return self._link.lost
 
     def __repr__(self) -> str:
         return f"EngineProcess({self.facts.shown}, {f'process {self.pid}' if self.alive else 'ended'})"

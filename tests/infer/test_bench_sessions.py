@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from infer.bench.people import AnswerListener, LiveLoad, PlayedAudio, Workload
 from omni import plugins
 from omni.codec.registry import CODECS, load_codec
 from omni.config import to_dict
+from omni.engine.process import RemoteSession
 from omni.engine.stats import EngineStats, Percentiles, StepCost, StepCosts
 from omni.generate.results import AudioChunk, Ended, Event, Timings
 from omni.layout import Layout
@@ -108,7 +110,8 @@ class FakeEngine:
 
         self.log.append(("session", options))
         commit = lambda: self.log.append(("commit", len(answers)))  # noqa: E731
-        return SimpleNamespace(read=ask, begin=lambda answer: None, commit=commit, cancel=cancel, close=close)
+        calls = {"read": ask, "begin": lambda answer: None, "commit": commit, "cancel": cancel, "close": close}
+        return Mock(spec_set=RemoteSession, **calls)  # with no call that a session lacks
 
     def count(self, kind: str) -> int:
         return sum(one == kind for one, _ in self.log)

@@ -33,7 +33,7 @@ class LocalEngine:
     """A model's engine in this process, with what a server calls of an `EngineProcess`; `alive` may be set."""
 
     def __init__(self, lm: Any) -> None:
-        self._lm, self.alive = lm, True
+        self._lm, self.alive, self.lost = lm, True, None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lm, name)
