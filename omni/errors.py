@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -82,4 +83,6 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         file = repr(error.filename) if error.filename is not None else "standard output, or a file,"
         return f"{file} cannot be read or written: {error.strerror}"
-    return f"{type_name}: {text or 'no message'}; run with --debug for the traceback; please report"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type_name}: {text or 'no message'}{where}; run with --debug for the traceback; please report"

@@ -187,11 +187,14 @@ def test_a_written_answer_wants_standard_output(tmp_path: Path) -> None:
 
 
 FAILURES = {
-    "unforeseen": ("1 / 0", "ZeroDivisionError: division by zero; run with --debug for the traceback; please report"),
+    "unforeseen": (
+        "1 / 0",
+        "ZeroDivisionError: division by zero (<string>:1); run with --debug for the traceback; please report",
+    ),
     "memory": ("raise MemoryError", "memory ran out"),
     "recursion": ("f = lambda: f(); f()", "nested too deeply"),
     "disk": ("raise OSError(28, 'No space left on device')", "cannot be read or written: No space left on device"),
-    "several lines": ("raise RuntimeError('a\\n  b')", "RuntimeError: a b; run with"),
+    "several lines": ("raise RuntimeError('a\\n  b')", "RuntimeError: a b (<string>:1); run with"),
 }
 
 

@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         forget(sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:
+        if arguments[:1] == ["eval"] or arguments[:2] == ["data", "prepare"]:
+            say("interrupted; the same command goes on from here")
         return INTERRUPTED
     except Exception as error:
         if debug:

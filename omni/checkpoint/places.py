@@ -70,4 +70,6 @@ def check_folder(path: Path) -> None:
         if not here.is_dir():
             raise UserError(no_folder(here))
         if not (here / CONFIG).is_file():
-            raise UserError(f"{here} has no {CONFIG}; it is not a model folder (see `omni-train fit`)")
+            of_run = here / "model"
+            hint = f"that of this run is {of_run}" if (of_run / CONFIG).is_file() else "see `omni-train fit`"
+            raise UserError(f"{here} has no {CONFIG}; it is not a model folder ({hint})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from omni.checkpoint.folder import check_sizes, read_config, save_folder
 from omni.checkpoint.places import check_folder
+from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.stores.tries import MissingError
 from omni.text import Tokenizer
@@ -35,6 +37,11 @@ def test_a_model_of_a_bucket_answers_as_the_folder(bucket: Any, model: Path) -> 
     for name, tensor in here.model.state_dict().items():
         assert torch.equal(tensor, there.model.state_dict()[name])
     assert read_config(Path(address)) == read_config(model)
+
+
+def test_a_run_given_as_a_model_names_its_own(model: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(f"that of this run is {model}")):
+        check_folder(model.parent)
 
 
 def test_a_run_starts_from_a_bucket(bucket: Any, model: Path) -> None:

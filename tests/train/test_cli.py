@@ -157,6 +157,18 @@ def test_what_the_system_refuses_is_one_line(
         main(["plan", "--debug"])
 
 
+@pytest.mark.parametrize(("command", "said"), [("plan", ""), ("eval", "interrupted; the same command goes on from here\n")])
+def test_an_interrupted_command_says_that_it_goes_on(
+    command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"train.commands.{command}.main", fail)
+    assert main([command]) == 130
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(("rank", "said"), [("0", "error: DistNetworkError: Broken pipe"), ("1", "")])
 def test_a_process_that_loses_the_first_one_is_silent(
     rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -167,7 +179,7 @@ def test_a_process_that_loses_the_first_one_is_silent(
     monkeypatch.setattr("train.commands.fit.main", fail)
     monkeypatch.setenv("LOCAL_RANK", rank)
     assert main(["fit"]) == 1
-    assert capsys.readouterr().err.partition(";")[0].strip() == said
+    assert capsys.readouterr().err.partition(" (")[0].strip() == said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
