@@ -54,9 +54,10 @@ measure() { # CHECK TREE: one figure
         training)
             local steps=("--budget.minutes=null" "--validation.questions=0" "--log.progress=off" "--fabric.accelerator=cpu")
             steps+=("--objective.align_first=0" "--run_folder=$place/run" "--resume=restart" "--seed=0")
-            local few many
-            few=$(wall run "$2" train fit nano-scratch "${steps[@]}" --budget.steps=2)
-            many=$(wall run "$2" train fit nano-scratch "${steps[@]}" --budget.steps="${STEPS:-42}")
+            local few many recipe=nano-scratch
+            [ -f "$2/configs/$recipe.yaml" ] || recipe=nano # its name before
+            few=$(wall run "$2" train fit $recipe "${steps[@]}" --budget.steps=2)
+            many=$(wall run "$2" train fit $recipe "${steps[@]}" --budget.steps="${STEPS:-42}")
             "$python" -c "import sys; print((float(sys.argv[2]) - float(sys.argv[1])) / (int(sys.argv[3]) - 2))" "$few" "$many" "${STEPS:-42}"
             ;;
     esac
