@@ -285,7 +285,7 @@ def compare(case: Case) -> Line:
         for step in range(STEPS):
             losses = 0.5 + torch.rand(TASKS, generator=torch.Generator().manual_seed(100 * seed + step)) * 2
             shape = (POSITIONS, CHANNELS) if config.at == "features" else (WIDTH,)
-            batches = 3 if config.kind.batches == 3 else 1
+            batches = 3 if config.spec.batches == 3 else 1
             jacobians = [make(1000 * seed + 10 * step + b, *shape) for b in range(batches)]
             wanted = theirs(case, model, step, losses, jacobians, seed * 1_000_003 + step, case.settings.get("lr", 0.0))
             got = ours(case, balancer, step, losses, jacobians) * case.factor
