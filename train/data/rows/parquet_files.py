@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from omni.tasks import find_task
 from train.data.rows.places import DataFile, find_files, opened, parquet_open_kwargs
 from train.data.rows.row import OPTIONAL, Row, features, from_plain
@@ -86,6 +88,8 @@ def whole(file: DataFile) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError) as error:
+        if isinstance(file, Path):
+            refuse_pointer(file)
         raise UserError(f"data file {file} is not a whole Parquet file ({one_line(error)}): prepare it again") from error
 
 

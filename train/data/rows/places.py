@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from omni.errors import UserError
-from omni.files import refuse_pointer
 from omni.stores.drivers import StoredObject, bare, read_range
 from omni.stores.reading import PIECE, ObjectReader, listed, local_file, looked_up
 from omni.utils.remote import check_there, find_address, shown
@@ -94,8 +93,6 @@ def opened(file: DataFile) -> Any:
     """Open a file for pyarrow: a local one by positions, one of a store by ranges; OSError where it cannot be opened."""
     import pyarrow as pa
 
-    if isinstance(file, Path):
-        refuse_pointer(file)
     return pa.OSFile(os.fsencode(file)) if isinstance(file, Path) else ObjectReader(file)
 
 
