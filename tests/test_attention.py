@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from omni.config import preset
-from omni.model.attention import PackedRows, _ampere, attention, takes_packed
+from omni.model.attention import _OLD, PackedRows, _ampere, attention, takes_packed
 from omni.model.decoder import causal_mask
 from omni.model.speech_model import SpeechModel
 
@@ -127,7 +127,8 @@ def varlen_reference(
 ) -> Tensor:  # fmt: skip
     """`torch.nn.attention.varlen.varlen_attn` on any device: each sequence alone, under its window's mask."""
     assert ends is ends_k and longest == longest_k >= int(ends.diff().max()) and ends.dtype == torch.int32
-    assert enable_gqa == (q.shape[1] != k.shape[1])
+    groups = q.shape[1] != k.shape[1]
+    assert _OLD or enable_gqa == groups
     assert window_size != (-1, -1)  # cuDNN's kernels would take it
     out = []
     for low, high in pairwise(ends.tolist()):
@@ -135,7 +136,7 @@ def varlen_reference(
         index = torch.arange(high - low)
         before = index[:, None] - index
         seen = (before >= -window_size[1]) & ((before <= window_size[0]) if window_size[0] >= 0 else True)
-        out.append(F.scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        out.append(F.scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=groups)[0].transpose(0, 1))
     return torch.cat(out)
 
 

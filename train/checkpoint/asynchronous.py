@@ -55,7 +55,7 @@ class StateCopy:
         return replace(held, tensors=tensors, balance=balance)
 
     def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self._stager is None:
+        if self._stager is None or torch.__version__ < "2.13":  # before, a stager serves once
             options = StagingOptions(
                 use_pinned_memory=self.cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=self.cuda
             )
