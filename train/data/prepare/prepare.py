@@ -84,7 +84,7 @@ def check_settings(folder: Path, settings: dict[str, Any], finished: bool) -> No
     """Write the settings into a folder without stored rows; compare them with those of a folder that has some. UserError where
     rows are stored under other settings, or of data that have changed since."""
     path = folder / NAME
-    if not path.is_file() and ((folder / "notes").is_dir() or finished):
+    if not path.is_file() and (any((folder / "notes").glob("*")) or finished):
         raise UserError(f"{folder} has shards but no {NAME}: it is not of this command; choose another output")
     if not path.is_file() or not (finished or stored(folder)):
         write_json(path, settings)

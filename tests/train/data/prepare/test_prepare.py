@@ -260,6 +260,8 @@ def test_what_is_whole_is_left_alone(tmp_path):
 def test_folders_of_others_are_refused(tmp_path):
     (tmp_path / "out").mkdir()
     made(tmp_path / "out", ToySource(3))  # empty: taken
+    (tmp_path / "new.preparing" / "notes").mkdir(parents=True)
+    made(tmp_path / "new", ToySource(3))  # an interruption while an empty one was removed: taken
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(UserError, match="exists"):
