@@ -81,7 +81,7 @@ def _apply(argv: Sequence[str]) -> int:
     )
     for fact in taught.missed:
         say(f"warning: {fact} was not learned: the edited model still writes another answer (see `edit eval`)")
-    print(f"try: omni-infer ask question.wav --model {model} --edits {out}")
+    print(f"try: omni-infer ask QUESTION --model {model} --edits {out}")
     return 0
 
 

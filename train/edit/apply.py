@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from omni.files import replacing_folder
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
 from omni.utils.patterns import match_names
+from train.console.progress import Display, Progress
 from train.data.build import build_source
 from train.data.config import SourceConfig
 from train.data.rows.row import Row
@@ -66,7 +68,7 @@ def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> ApplyResu
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
     loaded = read_facts(facts, lm.tokenizer)
     started = time.monotonic()
-    taught = teach(lm, loaded, config, started)
+    taught = teach(lm, loaded, config, started, "auto")
     extra = {
         "method": config.method,
         "model": str(model),
@@ -77,7 +79,9 @@ def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> ApplyResu
     return taught
 
 
-def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None = None) -> ApplyResult:
+def teach(
+    lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None = None, progress: Progress = "off"
+) -> ApplyResult:
     """Computes edits with which the model answers as the facts say; the model itself is not changed."""
     started = time.monotonic() if started is None else started
     for p in lm.model.parameters():
@@ -111,8 +115,10 @@ def teach(lm: SpeechLM, facts: Facts, config: ApplyConfig, started: float | None
         seconds, loss = time.monotonic() - started, _after(lessons, edits, taught)
         return ApplyResult(edits, len(facts.facts), seconds, loss, None, _missed(lessons, edits, facts, forms, tasks))
     others = _untouched(lm, lessons, facts, config, tasks)
-    mixture = _Mixture(lessons, taught, others, config)
-    edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
+    display = Display(config.finetune.steps, mode=progress)
+    mixture = _Mixture(lessons, taught, others, config, display)
+    with closing(display):
+        edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
     kl = mixture.kl if others else None
     seconds = time.monotonic() - started
     return ApplyResult(edits, len(facts.facts), seconds, mixture.edit, kl, _missed(lessons, edits, facts, forms, tasks))
@@ -205,15 +211,21 @@ class _Mixture:
     """Draws facts and untouched questions for each step."""
 
     def __init__(
-        self, lessons: EditObjective, taught: list[EditExample], others: list[EditExample], config: ApplyConfig
+        self,
+        lessons: EditObjective,
+        taught: list[EditExample],
+        others: list[EditExample],
+        config: ApplyConfig,
+        display: Display,
     ) -> None:
-        self.lessons, self.weight = lessons, config.finetune.kl
+        self.lessons, self.weight, self.display = lessons, config.finetune.kl, display
         self.taught = Draws(taught, config.finetune.facts, key(config.seed, "facts"))
         self.others = Draws(others, config.finetune.others, key(config.seed, "others")) if others else None
         self.edit = self.kl = float("nan")
 
     def loss(self, model: nn.Module, _: object) -> Tensor:
         """The loss of the next draw."""
+        self.display.tick(1, 0.0)
         edit = self.lessons.loss(model, self.taught.next())
         self.edit = float(edit.detach())
         if self.others is None:
