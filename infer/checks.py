@@ -266,7 +266,7 @@ def check_file(file: str) -> None:
         os.stat(file)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"{file!r}: {reason}: check the path of the sound file") from error
+        raise UserError(f"{file!r}: {reason}: check the path of the sound file; written questions follow --text") from error
 
 
 def check_model(folder: str, another: str = "give --model FOLDER") -> None:

@@ -143,8 +143,8 @@ class Files:
         root, full = self.folder.resolve(), Path(cut).resolve()
         if drive or not full.is_relative_to(root):
             raise UserError(
-                f"{name!r} leaves the data's folder {self.folder}: where it is the path of another machine, say with "
-                "--read.prefix what to cut off its beginning"
+                f"{name!r} leaves the data's folder {self.folder}: name the folder that it lies in with --read.folder; of the "
+                "path of another machine, name with --read.prefix what to cut off its beginning"
             )
         return str(full.relative_to(root)), full
 
