@@ -134,20 +134,20 @@ class SessionInput:
         elif event.kind == "ended":
             stopped = {"audio_end_ms": round(event.at * 1000), "item_id": self._item}
             owner.send({"type": "input_audio_buffer.speech_stopped", **stopped})
-            self._end_turn(event.at, event.decided - event.at)
+            self._end_turn(event.at, event.decided, event.decided - event.at)
         else:
             self._item, self._begins = new_id("item"), self.buffer.start
             times = {"audio_start_ms": round(event.at * 1000), "audio_end_ms": round(event.decided * 1000)}
             owner.send({"type": "input_audio_buffer.timeout_triggered", **times, "item_id": self._item})
-            self._end_turn(event.decided, None)
+            self._end_turn(event.decided, event.decided, None)
 
-    def _end_turn(self, ended: float, endpointing: float | None) -> None:
-        """Commit the turn's sound, and have it answered."""
-        owner, end = self._owner, self.buffer.end
-        sound = self.buffer.take(self._begins)
-        kept = len(sound) - max(round((end - ended - owner.settings.padding) * PCM_RATE), 0)
+    def _end_turn(self, ended: float, decided: float, endpointing: float | None) -> None:
+        """Commit the turn's sound, and have it answered; what came after the decision is kept for the next turn."""
+        owner = self._owner
+        sound = self.buffer.take(self._begins, ended + owner.settings.padding)
+        self.buffer.take(None, decided)
         owner.metrics.endpointed(endpointing)
-        self._add(self._item, sound[: max(min(kept, int(owner.longest * PCM_RATE)), 1)])
+        self._add(self._item, sound[: int(owner.longest * PCM_RATE)])
         detection = owner.configuration.audio.input.turn_detection
         if owner.configuration.type == "realtime" and detection is not None and detection.create_response:
             self._responses.respond_to_turn(endpointing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -82,12 +83,16 @@ class InputBuffer:
         self._samples -= len(gone)
         self.start += len(gone) / PCM_RATE
 
-    def take(self, first: float | None = None) -> np.ndarray:
-        """All samples [S], int16, from a second of the input on; the buffer is empty then."""
+    def take(self, first: float | None = None, last: float = math.inf) -> np.ndarray:
+        """The samples [S], int16, between two seconds of the input; the buffer keeps what came after them."""
         whole = np.concatenate(self._pieces) if self._pieces else np.zeros(0, np.int16)
-        skipped = 0 if first is None else max(round((first - self.start) * PCM_RATE), 0)
+        begin = 0 if first is None else max(round((first - self.start) * PCM_RATE), 0)
+        end = max(round((min(last, self.end) - self.start) * PCM_RATE), begin)
         self.clear()
-        return whole[skipped:]
+        if end < len(whole):
+            self.start -= (len(whole) - end) / PCM_RATE
+            self.add(whole[end:])
+        return whole[begin:end]
 
     def part(self, first: float | None, skip: int, last: float) -> np.ndarray:
         """Samples [S] of what `take(first)` would return, without the first `skip`, up to a second of the input."""

@@ -42,6 +42,20 @@ def test_a_spoken_turn_is_found_committed_and_answered(talk: Any, kind: str) -> 
     talk(body, given={"type": "realtime", "audio": {"input": {"turn_detection": {"type": kind}}}})
 
 
+def test_two_questions_in_one_piece_are_two_items(talk: Any) -> None:
+    sounds = [at24(say(text)) for text in ("what is two plus three", "what is one plus four")]
+
+    async def body(client: Client) -> None:
+        await client.send("input_audio_buffer.append", audio=pcm(np.concatenate(sounds)))
+        first, second = client.session.items
+        assert min(first.seconds, second.seconds) > 0.8 and first.seconds == pytest.approx(second.seconds, abs=0.5)
+
+    talk(
+        body,
+        given={"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad", "create_response": False}}}},
+    )
+
+
 @pytest.mark.long
 def test_speech_interrupts_and_a_backchannel_does_not(talk: Any) -> None:
     async def body(client: Client) -> None:
