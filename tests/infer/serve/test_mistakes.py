@@ -65,7 +65,7 @@ def test_sound_that_is_too_long_for_a_turn_of_the_server_is_cut(talk: Any, lm: S
         hearing = client.session.hearing
         hearing.buffer.add(np.zeros(round((most + 3) * 24_000), np.int16))
         hearing._item = "item_1"
-        hearing._end_turn(most + 3, None)
+        hearing._end_turn(most + 3, most + 3, None)
         (item,) = client.session.items
         assert item.seconds == most
 
