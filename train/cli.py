@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except KeyboardInterrupt:
         if arguments[:1] == ["eval"] or arguments[:2] == ["data", "prepare"]:
-            say("interrupted; the same command goes on from here")
+            say("interrupted; the same command goes on with what is finished")
         return INTERRUPTED
     except Exception as error:
         if debug:

@@ -157,7 +157,9 @@ def test_what_the_system_refuses_is_one_line(
         main(["plan", "--debug"])
 
 
-@pytest.mark.parametrize(("command", "said"), [("plan", ""), ("eval", "interrupted; the same command goes on from here\n")])
+@pytest.mark.parametrize(
+    ("command", "said"), [("plan", ""), ("eval", "interrupted; the same command goes on with what is finished\n")]
+)
 def test_an_interrupted_command_says_that_it_goes_on(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

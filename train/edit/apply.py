@@ -115,10 +115,14 @@ def teach(
         seconds, loss = time.monotonic() - started, _after(lessons, edits, taught)
         return ApplyResult(edits, len(facts.facts), seconds, loss, None, _missed(lessons, edits, facts, forms, tasks))
     others = _untouched(lm, lessons, facts, config, tasks)
-    display = Display(config.finetune.steps, mode=progress)
-    mixture = _Mixture(lessons, taught, others, config, display)
-    with closing(display):
-        edits = finetune(lm.model, mixture, mixture.loss, linears, config.finetune)
+    mixture = _Mixture(lessons, taught, others, config)
+    with closing(Display(config.finetune.steps, mode=progress)) as display:
+
+        def counted_loss(model: nn.Module, batch: object) -> Tensor:
+            display.tick(1, 0.0)
+            return mixture.loss(model, batch)
+
+        edits = finetune(lm.model, mixture, counted_loss, linears, config.finetune)
     kl = mixture.kl if others else None
     seconds = time.monotonic() - started
     return ApplyResult(edits, len(facts.facts), seconds, mixture.edit, kl, _missed(lessons, edits, facts, forms, tasks))
@@ -211,21 +215,15 @@ class _Mixture:
     """Draws facts and untouched questions for each step."""
 
     def __init__(
-        self,
-        lessons: EditObjective,
-        taught: list[EditExample],
-        others: list[EditExample],
-        config: ApplyConfig,
-        display: Display,
+        self, lessons: EditObjective, taught: list[EditExample], others: list[EditExample], config: ApplyConfig
     ) -> None:
-        self.lessons, self.weight, self.display = lessons, config.finetune.kl, display
+        self.lessons, self.weight = lessons, config.finetune.kl
         self.taught = Draws(taught, config.finetune.facts, key(config.seed, "facts"))
         self.others = Draws(others, config.finetune.others, key(config.seed, "others")) if others else None
         self.edit = self.kl = float("nan")
 
     def loss(self, model: nn.Module, _: object) -> Tensor:
         """The loss of the next draw."""
-        self.display.tick(1, 0.0)
         edit = self.lessons.loss(model, self.taught.next())
         self.edit = float(edit.detach())
         if self.others is None:
