@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from omni.checkpoint.tensors import FileStamp, read_json
+from omni.checkpoint.tensors import FileStamp
 from omni.convert import huggingface, mini_omni, parts
 from omni.convert import omni_folder as streamed
 from omni.convert.contract import Foreign
 from omni.convert.kinds import KINDS
 from omni.convert.lazy import WriteCallback
 from omni.errors import UserError
+from omni.files import read_json
 from omni.utils.remote import refuse_remote
 
 

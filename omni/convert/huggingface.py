@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, read_weights, write_file, write_safetensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
 from omni.convert.contract import COMPANIONS, Foreign, TextConfig, kept_files, match, read_tokenizer, text_shapes, whole_number
 from omni.convert.lazy import Lazy, WriteCallback, same
 from omni.errors import UserError, closest
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 
 
 @dataclass(frozen=True)

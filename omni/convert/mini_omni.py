@@ -29,7 +29,7 @@ import torch
 import yaml
 
 from omni.checkpoint.places import TOKENIZER
-from omni.checkpoint.tensors import FileStamp, finite, read_json, read_torch, state_of, write_file
+from omni.checkpoint.tensors import FileStamp, finite, read_torch, state_of, write_file
 from omni.config import ModelConfig
 from omni.convert.contract import COMPANIONS, WORDS, Foreign, check_tokenizer, kept_files, match, one_dtype, read_tokenizer
 from omni.convert.grow import AUDIO_EMBEDDING, AUDIO_HEAD, fresh
@@ -40,7 +40,7 @@ from omni.convert.parts import encoder_shapes, read_whisper
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 from omni.model.speech_model import SpeechModel
 
 WEIGHTS, SETTINGS, WHISPER = "lit_model.pth", "model_config.yaml", "small.pt"

@@ -3,13 +3,10 @@ weights, also in int8 (`omni.checkpoint.folder`), a piece at a time."""
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +20,15 @@ from omni.checkpoint.folder import (
     read_config,
     stored_extra,
     stored_form,
+    write_config,
 )
 from omni.checkpoint.places import ADAPTERS, CODEC, CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import (
-    PIECE,
     FileStamp,
     check_header,
     copy_file,
+    crc32_of,
     not_finite,
-    read_json,
     read_pieces,
     read_safetensors,
     write_file,
@@ -42,7 +39,7 @@ from omni.convert.contract import Foreign, check_tokenizer, match
 from omni.convert.lazy import Lazy, Progress, WriteCallback
 from omni.convert.parts import check_codec, fill_codec
 from omni.errors import UserError
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -105,16 +102,9 @@ def write(
         elif source.codec_folder is not None:
             for path in sorted(p for p in source.codec_folder.rglob("*") if p.is_file()):
                 name = f"{CODEC}/{path.relative_to(source.codec_folder).as_posix()}"
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 files[name] = copy_file(path, folder / name)
-        _write_config(folder, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, source.extra)
+        write_config(folder, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, source.extra)
     return files
-
-
-def _write_config(folder: Path, head: Mapping[str, Any], files: Mapping[str, FileStamp], extra: Mapping[str, Any]) -> None:
-    listed = {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())}
-    data = {**head, "files": listed, "extra": dict(extra)}
-    write_file(folder / CONFIG, (json.dumps(data, indent=2) + "\n").encode())
 
 
 @lru_cache(4)
@@ -151,23 +141,20 @@ def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | Non
     adapters = [path for path in sorted((source / ADAPTERS).rglob("*")) if path.is_file()]  # of no checksum in `config.json`
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, sum(t.nbytes for t in tensors.values()) + sum(p.stat().st_size for p in others)) as folder:
-        if progress.crc_of(source / WEIGHTS) != listed[WEIGHTS][1]:
+        if crc32_of(source / WEIGHTS, progress.add) != listed[WEIGHTS][1]:
             raise UserError(f"{source / WEIGHTS} does not match its checksum in {CONFIG}; fetch or save the folder again")
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors)
         for name in files[WEIGHTS].nonfinite:  # one that is not held in int8
             raise not_finite(name, source / WEIGHTS)
         for path in others:
             name = path.relative_to(source).as_posix()
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = copy_file(path, folder / name)
             if name in listed and files[name].crc32 != listed[name][1]:
                 raise UserError(f"{path} does not match its checksum in {CONFIG}; fetch or save the folder again")
         for path in adapters:
-            copy = folder / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(path, copy)
+            copy_file(path, folder / path.relative_to(source))
         head = {"format": QUANTIZED_FORMAT, "quantized": {"form": "int8", "checksums": checksums()}, "model": to_dict(config)}
-        _write_config(folder, head, files, extra)
+        write_config(folder, head, files, extra)
     return files
 
 
@@ -182,11 +169,3 @@ class _Reading(Progress):
         rows = tensor.read(start, stop)
         self.add(rows.nbytes)
         return rows
-
-    def crc_of(self, file: Path) -> int:
-        value = 0
-        with file.open("rb") as handle:
-            while block := handle.read(PIECE):
-                value = zlib.crc32(block, value)
-                self.add(len(block))
-        return value

@@ -21,7 +21,7 @@ import torch
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP
 from omni.checkpoint.places import CONFIG, WEIGHTS
-from omni.checkpoint.tensors import FileStamp, read_json, read_torch, read_weights, state_of, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, read_torch, read_weights, state_of, write_file, write_safetensors
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_codec
 from omni.convert.contract import CodecConfig, Foreign, check_float, match, whole_number
@@ -29,7 +29,7 @@ from omni.convert.lazy import WriteCallback
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 
 
 def recognise_whisper(path: Path) -> bool:

@@ -159,7 +159,7 @@ def with_tensors(place: Path, change: Any) -> Path:
     tensors = load_file(place / WEIGHTS)
     change(tensors)
     save_file(tensors, place / WEIGHTS)
-    entry = {"bytes": (place / WEIGHTS).stat().st_size, "crc32": folders._crc32(place / WEIGHTS)}
+    entry = {"bytes": (place / WEIGHTS).stat().st_size, "crc32": folders.crc32_of(place / WEIGHTS)}
     return altered(place, lambda data: data["files"].update({WEIGHTS: entry}))
 
 

@@ -24,10 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import log_mel
 from omni.audio.resample import resample
-from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
+from omni.checkpoint.tensors import read_torch, read_weights, state_of
 from omni.convert.contract import match
 from omni.convert.lazy import Lazy
 from omni.errors import UserError
+from omni.files import read_json
 from train.scoring.text import by_characters, word_errors
 
 WINDOW_POSITIONS = 1500
