@@ -15,7 +15,7 @@ from omni.convert.kinds import KINDS
 from omni.convert.lazy import WriteCallback
 from omni.errors import UserError
 from omni.files import read_json
-from omni.utils.remote import refuse_remote
+from omni.utils.remote import check_there
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ FORMATS: dict[str, Format] = {
 
 def kind_of(path: Path) -> str:
     """The format of a file or folder; UserError where there is none, or none is recognised."""
-    _check_there(path)
+    check_there(path, "model", f"{path} does not exist; give a model's file or folder")
     for name, known in FORMATS.items():
         if known.recognise(path):
             return name
@@ -70,12 +70,6 @@ def kind_of(path: Path) -> str:
     if config.is_file() and "model_type" not in read_json(config):
         raise UserError(f"{config} has no model_type, by which a model is known; fetch it again, or add it")
     raise UserError(f"{path} is not recognised; name what it is with --kind ({kinds})")
-
-
-def _check_there(path: Path) -> None:
-    refuse_remote(path, "model")
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a model's file or folder")
 
 
 def refuse_file(path: Path, format_name: str | None = None) -> None:

@@ -3,9 +3,8 @@ weights, also in int8 (`omni.checkpoint.folder`), a piece at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,16 +30,14 @@ from omni.checkpoint.tensors import (
     not_finite,
     read_pieces,
     read_safetensors,
-    write_file,
     write_safetensors,
 )
-from omni.config import FORMAT_VERSION, ModelConfig, to_dict
-from omni.convert.contract import Foreign, check_tokenizer, match
+from omni.config import FORMAT_VERSION, to_dict
+from omni.convert.contract import Foreign, check_tokenizer, match, model_shapes, whole_model, write_texts
 from omni.convert.lazy import Lazy, Progress, WriteCallback
 from omni.convert.parts import check_codec, fill_codec
 from omni.errors import UserError
 from omni.files import read_json, replacing_folder
-from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
 
@@ -80,16 +77,14 @@ def write(
         source: `config` is a `ModelConfig`, and there is a tokenizer.
         codec: the codec's weights, written under `codec/`; without it, those of `source.codec_folder` are copied.
     """
-    config = source.config
-    if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.path} is no whole speech model with a tokenizer; it cannot be written as a model folder")
+    config, tokenizer = whole_model(source, "a model folder")
     shapes = model_shapes(config)
     tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.path)
-    check_tokenizer(source.tokenizer, config.layout.text.size, source.path)
+    check_tokenizer(tokenizer, config.layout.text.size, source.path)
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, on_progress)
-        files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
+        files |= write_texts(folder, tokenizer, {})
         if codec is not None:
             (folder / CODEC).mkdir()
             files |= {f"{CODEC}/{name}": stamp for name, stamp in fill_codec(folder / CODEC, codec).items()}
@@ -105,14 +100,6 @@ def write(
                 files[name] = copy_file(path, folder / name)
         write_config(folder, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, source.extra)
     return files
-
-
-@lru_cache(4)
-def model_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of a whole model's tensors."""
-    with torch.device("meta"):
-        state = SpeechModel(config).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
