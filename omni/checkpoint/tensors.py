@@ -345,7 +345,7 @@ def write_safetensors(
             for piece in pieces(tensors[name]):
                 if not finite(piece):
                     nonfinite[name] = None
-                data = piece.contiguous().view(-1).view(torch.uint8).numpy()
+                data: Any = piece.contiguous().view(-1).view(torch.uint8).numpy()
                 file.write(data)
                 crc = zlib.crc32(data, crc)
                 progress.add(piece.nbytes)
