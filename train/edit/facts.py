@@ -209,7 +209,7 @@ class Synthesiser:
         if engine == "espeak" and name and not name.startswith("+"):
             from train.data.tts.espeak import synthesise
 
-            return synthesise(text, name, *espeak)
+            return synthesise(text, name, *espeak)  # type: ignore[arg-type]
         sound = make_voice(spec).say(text, self.config.language, seed)
         assert sound.samples is not None
         return sound.samples, sound.sample_rate

@@ -101,7 +101,7 @@ def compare_some(
         theirs, ours = (ask(model, asked, greedy, sound=False) for model in (other, lm))
         for question, their, our in zip(asked, theirs, ours, strict=True):
             apart = distance(lm, other, question.item, their)
-            scores = {
+            scores: dict[str, tuple[float, float]] = {
                 "kl": (apart.kl, apart.steps),
                 "agreement": (apart.agreed, apart.tokens),
                 "same_answer": (float(same(their, our)), 1),
