@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.bench.bench import TASK
+from omni.cpu.int8 import FEWEST, Int8Embedding, Int8Linear, exact, packed_of
 from omni.cpu.kernels import Kernels, apply, multiply
 from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM
 from omni.model.attention import attention
 from omni.model.blocks import Block
-from omni.model.int8 import FEWEST, Int8Embedding, Int8Linear, exact, packed_of
 from omni.tasks import Turn, prompt
 
 Product = Callable[[Tensor], Tensor]

@@ -31,12 +31,12 @@ from infer.bench.random_model import preset_lm
 from infer.loading import cpu_threads
 from omni.audio.io import SAMPLE_RATE
 from omni.config import preset as named
+from omni.cpu.int8 import is_int8
 from omni.cpu.kernels import measure_kernels
 from omni.encoder.whisper_config import EncoderMode
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8 import is_int8
 from omni.utils.profiling import seconds_of
 
 PIECE = 0.02

@@ -31,11 +31,11 @@ from omni.checkpoint.folder import read_config, save_folder
 from omni.checkpoint.places import CODEC
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig, preset
+from omni.cpu.int8 import to_int8
 from omni.cpu.kernels import machine, measure_kernels
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles, powers_to
 from omni.errors import UserError
-from omni.model.int8 import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.stores.reading import local_path

@@ -907,7 +907,7 @@ def encoder(
 
 @compiled_function
 def _round(x: Any, held: Any) -> Any:
-    """Write x [K] as `omni.model.int8.rounded` does, and return its largest |x|; as whole numbers, of which NaN is largest."""
+    """Write x [K] as `omni.cpu.int8.rounded` does, and return its largest |x|; as whole numbers, of which NaN is largest."""
     pattern, most = x.view(np.int32), np.int32(0)
     for k in range(len(x)):
         most = max(most, pattern[k] & np.int32(0x7FFFFFFF))

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.config import to_dict
+from omni.cpu.int8 import is_int8
 from omni.cpu.kernels import machine
 from omni.errors import UserError
 from omni.files import cache_folder, write_json
@@ -36,7 +37,6 @@ from omni.generate.options import GREEDY
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
 from omni.model.decoder import Hidden
-from omni.model.int8 import is_int8
 from omni.model.speech_model import SpeechModel
 
 LOG = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ from omni.checkpoint.places import find_adapter
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.cpu import compiled
+from omni.cpu.int8 import is_int8, prepare
 from omni.cpu.kernels import serve_measured
 from omni.edit.deltas import Bases, Edits, attach_edits, attached, edited_everywhere
 from omni.engine.client import Pace, Running, WhenFull
@@ -43,7 +44,6 @@ from omni.generate.speech_time import SpeechTime
 from omni.layout import Layout
 from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
 from omni.lora.peft import check_base, load_adapter
-from omni.model.int8 import is_int8, prepare
 from omni.model.linears import base_weight, fuse, has_weight, linears_of
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
@@ -175,7 +175,7 @@ class SpeechLM(Sessions[Session]):
                 "nano", where no folder is called so, is the one that ships with the package.
             device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
-            quantize: `int8` for linears and tables in int8 (`omni.model.int8`), on a CPU; a folder in int8 is so anyway.
+            quantize: `int8` for linears and tables in int8 (`omni.cpu.int8`), on a CPU; a folder in int8 is so anyway.
             codec_folder: the codec's weights, where they are not in the folder.
             kernels: `measured` takes what `omni.cpu.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
             chunk_ms: how much of a question a chunked encoder hears at once, 0 for all of it; None for what is stored.

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import DecoderConfig
+from omni.cpu.int8 import Normed, normed, together
 from omni.cpu.kernels import Kernels, apply
 from omni.model.attention import PackedRows, attention
-from omni.model.int8 import Normed, normed, together
 from omni.model.kv_cache import Cache
 from omni.model.linears import fused_product
 from omni.model.recompute import selectively

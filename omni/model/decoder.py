@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import DecoderConfig
+from omni.cpu.int8 import Int8Embedding
 from omni.cpu.kernels import Kernels, StepShape, apply, multiply
+from omni.cpu.step import DecoderStep, step_shape
 from omni.layout import Layout
 from omni.model.attention import PackedRows, multiplied_in, takes_packed
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
-from omni.model.int8 import Int8Embedding
 from omni.model.kv_cache import Cache, KVCache
 from omni.model.linears import dense_weight, is_quantized
 from omni.model.recompute import Recompute, run_block
-from omni.model.step import DecoderStep, step_shape
 
 
 class Hidden(NamedTuple):

@@ -73,7 +73,7 @@ def check_dtype(name: object) -> None:
 
 
 QUANTIZED = ("int8",)
-"""Formats of weights in fewer bits (`omni.model.int8`)."""
+"""Formats of weights in fewer bits (`omni.cpu.int8`)."""
 
 
 def check_quantize(name: object, device: str = "cpu") -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from omni.cpu.int8 import to_int8
 from omni.cpu.kernels import COMPILED, Kernels, StepKey, Timing, use_kernels
 from omni.edit.deltas import Delta, Edits
 from omni.engine import client, schedule
@@ -21,7 +22,6 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
-from omni.model.int8 import to_int8
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 
 QUESTIONS: list[tuple[Any, str]] = [

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from omni.cpu.int8 import to_int8
 from omni.cpu.kernels import Kernels, use_kernels
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8 import to_int8
 from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.session_toys import ASKED, TALKATIVE

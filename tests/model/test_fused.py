@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from omni.checkpoint.folder import load_folder, save_folder
+from omni.cpu.int8 import to_int8
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
 from omni.model import linears as fused
-from omni.model.int8 import to_int8
 from omni.model.linears import fuse
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from omni.cpu import compiled
+from omni.cpu.int8 import Int8Linear, few_rows, packed_of, raw_product
 from omni.cpu.kernels import SMALL, StepShape
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
 from omni.model.fingerprint import Fingerprint
-from omni.model.int8 import Int8Linear, few_rows, packed_of, raw_product
 from omni.model.kv_cache import KVCache
 from omni.model.linears import fuse_weights
 from omni.utils.private import children, has_forward_hooks

@@ -21,6 +21,7 @@ from omni.checkpoint.folder import save_folder
 from omni.checkpoint.places import WEIGHTS
 from omni.cpu import compiled as compiled_module
 from omni.cpu import kernels as kernels_module
+from omni.cpu.int8 import to_int8
 from omni.cpu.kernels import (
     COMPILED,
     FORMS,
@@ -43,7 +44,6 @@ from omni.cpu.kernels import (
     step_weights,
     use_kernels,
 )
-from omni.model.int8 import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.data.toys import MODELS
@@ -452,7 +452,7 @@ def test_bfloat16_must_pay(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_other_weights_are_left_alone(model: SpeechModel) -> None:
-    from omni.model.int8 import to_int8
+    from omni.cpu.int8 import to_int8
 
     assert not measure_kernels(to_int8(copy.deepcopy(model))).measured
     assert not measure_kernels(copy.deepcopy(model).to("meta")).measured
