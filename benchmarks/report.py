@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from omni.cpu.kernels import machine
 from omni.engine.stats import Percentiles
+from omni.utils.hardware import machine
 
 Figures = Iterator[tuple[str, dict[str, float]]]
 Check = Callable[..., Figures]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from omni.cpu.int8 import to_int8
-from omni.cpu.kernels import COMPILED, Kernels, StepKey, Timing, use_kernels
+from omni.cpu.products import use_fast
 from omni.edit.deltas import Delta, Edits
 from omni.engine import client, schedule
 from omni.engine.slots import Slots
@@ -82,10 +82,7 @@ def model(kind: str) -> SpeechLM:
     for name in ("warm", "cold"):
         add_adapter(lm.model, LoRAConfig(("decoder.blocks.1.*" if compiled else "decoder.blocks.*",), rank=2), name)
     if compiled:
-        shape, timing = lm.model.decoder.step_shape(), Timing(COMPILED, 1.0, 2.0)
-        use_kernels(
-            lm.model, Kernels({}, {StepKey(torch.get_num_threads(), part, shape): timing for part in ("step", "prefill")})
-        )
+        use_fast(lm.model)
     with torch.no_grad():
         for name, p in lm.model.named_parameters():
             if ".lora." in name:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from omni.cpu.int8 import to_int8
-from omni.cpu.kernels import Kernels, use_kernels
+from omni.cpu.products import use_fast
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.close import assert_near
@@ -48,7 +48,7 @@ def test_twenty_threads_of_five_turns_equal_their_solo_runs(numbers: str) -> Non
     lm = make_lm(LAYOUTS["pad"])
     if numbers == "int8":
         to_int8(lm.model)
-    use_kernels(lm.model, Kernels({}))  # as a model that serves
+    use_fast(lm.model)  # as a model that serves
     alone = [talk(lm, number) for number in range(THREADS)]
     together: list[list[Any] | None] = [None] * THREADS
 
