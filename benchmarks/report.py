@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from omni.cpu.kernels import machine
 from omni.engine.stats import Percentiles
+from omni.utils.hardware import machine
 from omni.utils.profiling import seconds_of
 
 Figures = Iterator[tuple[str, dict[str, float]]]

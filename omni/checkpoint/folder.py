@@ -42,9 +42,9 @@ from omni.codec.base import AudioCodec
 from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.convert.lazy import FLOATS, Lazy, lazies_of, type_name
+from omni.cpu.int8 import MOST, check_linears, empty_int8, largest_of, whole_numbers
 from omni.errors import PackageError, UserError
 from omni.files import AGAIN, read_json, refuse_pointer, replacing_folder
-from omni.model.int8 import MOST, check_linears, empty_int8, largest_of, whole_numbers
 from omni.model.linears import TEXT_HEAD, crc_of, name_crc
 from omni.model.speech_model import SpeechModel, Unfilled, check_state
 from omni.stores.reading import local_path, naming
@@ -148,7 +148,7 @@ def load_folder(
     Args:
         folder: its path, or its address, from which it is brought into the cache (`omni.stores`).
         dtype: type that the weights are converted to while they are read; what is held in int8 stays so.
-        quantize: `int8` for linears and tables in int8 (`omni.model.int8`), made of the stored weights while they are
+        quantize: `int8` for linears and tables in int8 (`omni.cpu.int8`), made of the stored weights while they are
             read, a piece at a time; a folder in int8 is so anyway.
         codec_folder: the codec's weights, where they are not in the folder.
         weights: False leaves the file of weights unread, and the model's parameters on the meta device.
@@ -445,7 +445,7 @@ def int8_tensors(
 
     Raises:
         UserError: a tensor is missing, of another shape, not part of the configuration or no floating-point weight, or a
-            module cannot be replaced (`omni.model.int8.check_linears`).
+            module cannot be replaced (`omni.cpu.int8.check_linears`).
     """
     model = _skeleton(config)
     check_state(state, model.state_dict(), where)  # type: ignore[arg-type]

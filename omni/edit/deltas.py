@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omni.cpu.int8 import Int8Linear
 from omni.errors import UserError
 from omni.lora import attach as lora
-from omni.model.int8 import Int8Linear
 from omni.model.linears import checksum_of, crc_of, dense_weight, is_quantized, plain_checksum
 from omni.utils.private import in_backward, saved_tensor_hooks, will_run
 
