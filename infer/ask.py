@@ -76,7 +76,7 @@ def _turn(session: Session, question: Pending, task: Task, path: Path | None, op
 
     Returns whether the answer did not end with an error.
     """
-    rate = session.codec.sample_rate if session.codec is not None else 0
+    rate = session.sample_rate
     outputs = Outputs(_outputs(options, path, rate) if task.audio and rate else [])
     meter, pieces, warned = AnswerMeter(rate), list[str](), list(question.sound_warnings)
 

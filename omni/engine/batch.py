@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from omni.engine.client import Running
+from omni.engine.answer import Running
 from omni.engine.entering import Talk
 from omni.engine.prefill_ahead import Listen
 from omni.engine.slots import Seat, Slots

@@ -9,10 +9,12 @@ what was written into text and sound while the next step runs. Questions are enc
 
 A row's answer does not depend on the other rows: each conversation is what it would be alone.
 
-    engine.py      what clients call                    batch.py           the rows and their slots
-    client.py      an answer, as all threads share it   intake.py          questions on their way into the batch
+    engine.py      what conversations call              batch.py           the rows and their slots
+    answer.py      an answer, as all threads share it   intake.py          questions on their way into the batch
     entering.py    questions, encoded and prefilled     prefill_ahead.py   what is fed before a question is asked
     stepping.py    the thread that owns batch and intake, and what clients ask of it until a boundary
+
+    session (link.py, listener.py) --> desk.py: its messages --> conversation.py: the history --> engine.py
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import weakref
 from collections.abc import Sequence
 
 from omni.codec.base import AudioCodec
+from omni.engine.answer import Running
 from omni.engine.batch import EngineBatch
-from omni.engine.client import Running
 from omni.engine.entering import Hearing
 from omni.engine.intake import Intake
 from omni.engine.prefill_ahead import Listen, Refill
@@ -45,7 +47,7 @@ SPARE = 0.1
 
 
 class Engine:
-    """Answers the questions of any number of conversations; `omni.generate.session.Session` is its client.
+    """Answers the questions of any number of conversations; `omni.engine.conversation.Conversation` is its client.
 
     Its methods may be called from any thread.
 
@@ -55,7 +57,7 @@ class Engine:
         marks: how far ahead of its listener a row is written.
         queue: live listeners' questions that may wait; None for any number.
         patience: seconds after which an answer that nobody reads ends; None for never, and for `UNREAD` seconds
-            (`omni.engine.client`) where it is live, so that its events are not kept without end.
+            (`omni.engine.answer`) where it is live, so that its events are not kept without end.
         graph, compile: as for `omni.generate.runner.Runner`.
         codec: of its listeners' sound, for `measure` and its kept results.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from omni.engine.client import Running
+from omni.engine.answer import Running
 from omni.generate.history import Exchange
 from omni.generate.prefill import Fork, Prefill, pack
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite

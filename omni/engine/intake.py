@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from omni.engine.answer import Running
 from omni.engine.batch import EngineBatch
-from omni.engine.client import Running
 from omni.engine.entering import TOGETHER, Entering, Talk, advance, encode, same_kind, together, unheard
 from omni.engine.prefill_ahead import Listen, Listens, Refills, columns_in
 from omni.engine.schedule import Verdict, admit

@@ -1,85 +1,95 @@
-"""The clients' end of the pipe to an engine's process: its start, requests and their results, and the answers as their
-listeners see them.
+"""Ways from sessions to their engine, in this process or through a pipe to another's.
 
-Events come in one reader thread and wait with their answer until its listener takes them. What was taken is what was delivered:
-its number goes to the engine's process now and then, so that rows whose listener is behind rest, and with each cancel, so that
-the history is cut there.
+Events come in one reader thread of a pipe and wait with their answer until its listener takes them. How many were taken goes to
+the engine now and then, so that rows whose listener is behind rest, and with each cancel, so that the history is cut there.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import signal
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from omni.engine.client import Pace
-from omni.engine.wire import (
-    CodedSound,
-    EngineLost,
-    Item,
-    ModelFacts,
-    Sender,
-    SoundDecoder,
-    cannot_decode,
-    pack_request,
-    unpack,
-    unpack_error,
-)
-from omni.generate.question import Asked
-from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
-from omni.generate.turn_end import TurnFrames
-from omni.utils.private import disown
+from omni.engine.desk import Desk
+from omni.engine.listener import Link, Listener
+from omni.engine.wire import CodedSound, EngineLost, SoundDecoder, cannot_decode, pack_request, unpack, unpack_error
+from omni.generate.results import Ended, Timings
+
+
+class Direct(Link):
+    """To an engine in this process, whose `desk` is called."""
+
+    every, remote = 1, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk(self)
+
+    def listener(self, answer: int) -> Listener:
+        return self._answers[answer]
+
+    def turn(self, sound: int) -> Callable[[int, Tensor], None]:
+        return self._turns[sound].put
+
+    def check(self, session: int) -> None:
+        self.desk.check(session)
+
+    def request(self, name: str, *args: Any) -> Any:
+        return getattr(self.desk, name)(*args)
+
+    def tell(self, name: str, *args: Any) -> None:
+        getattr(self.desk, name)(*args)
+
+
+class Sender:
+    """Sends messages of many threads in their order.
+
+    A thread that finds another one sending leaves its message to that one, so that a finalizer, which may run in the middle
+    of a `send`, never waits and never writes into another message.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._waiting: deque[bytes] = deque()
+        self._writing = threading.Lock()
+        self._writer = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller runs within a `send` of its own thread, as a finalizer may."""
+        return self._writer == threading.get_ident()
+
+    def send(self, message: bytes) -> None:
+        """Send a message. Where the other process has ended, nothing happens: who reads the pipe notices it."""
+        self._waiting.append(message)
+        while self._waiting and self._writing.acquire(blocking=False):
+            self._writer = threading.get_ident()
+            try:
+                while self._waiting:
+                    self._pipe.send_bytes(self._waiting.popleft())
+            except (OSError, ValueError):  # the other end, or this one, is closed
+                self._waiting.clear()
+            finally:
+                self._writer = 0
+                self._writing.release()
+
+    def close(self) -> None:
+        """Close the pipe, once nobody writes into it."""
+        with self._writing:
+            self._pipe.close()
+
 
 PATIENCE = 10.0
 """Seconds that a process has to end once it was told to, or its pipe is closed."""
-
-
-def start_process(arguments: Item) -> tuple[Any, Any]:
-    """The process, and this process's end of its pipe. Ctrl-C does not reach it, from its first moment on."""
-    from omni.engine.child import run
-
-    context = multiprocessing.get_context("spawn")
-    pipe, other = context.Pipe()
-    process = context.Process(target=run, args=(other, *arguments), name="omni-engine")
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        process.start()
-    except BaseException:
-        pipe.close()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        other.close()
-    disown(process)  # `omni.engine.process` ends it at exit
-    return pipe, process
-
-
-def first_message(pipe: Any, process: Any) -> ModelFacts:
-    """Waits for the facts of the process's model. UserError: the model cannot be loaded. EngineLost: the process ended
-    before."""
-    try:
-        name, *rest = unpack(pipe.recv_bytes())[0]
-    except (EOFError, OSError):
-        raise EngineLost(
-            f"{how_it_ended(process)} before the model was loaded; what it said is above (a script that starts one "
-            'needs if __name__ == "__main__":)'
-        ) from None
-    if name == "refused":
-        raise unpack_error(*rest)
-    facts: ModelFacts = rest[0]
-    return facts
 
 
 def how_it_ended(process: Any) -> str:
@@ -95,176 +105,14 @@ def how_it_ended(process: Any) -> str:
     return f"the engine's process {process.pid} was ended by {name}{memory}"
 
 
-EVERY = 16
-"""Events after which their number is told to the engine's process; a quarter of what a row is written ahead."""
-
-
-class RemoteAnswer:
-    """An answer under way; `take`, `poll`, `stop` and `wake` are those of `omni.engine.client.Running`.
-
-    Args:
-        number: its number among all answers of the process.
-        rate: of its sound in Hz, 0 where it makes none.
-
-    Attributes:
-        taken: number of events that were taken; `acknowledged`, of which the engine's process knows.
-        started: whether it was asked for; cancelled: is to stop; settled: is in the history.
-        reader: thread that waits for an event, 0 for none; -1 for a task.
-    """
-
-    def __init__(self, link: Link, number: int, asked: Asked, seed: int | None, clock: Clock, pace: Pace, rate: int) -> None:
-        self.number, self.asked, self.seed, self.clock, self.pace, self.rate = number, asked, seed, clock, pace, rate
-        self.taken = self.acknowledged = self.samples = self.reader = 0
-        self._plays: float | None = None  # when a live listener's sound began, less the time in which it waited
-        self._late: list[float] = []  # seconds by which newest chunks were decoded after they were due
-        self.cancelled = self.settled = self.started = False
-        self.wake: Callable[[], None] | None = None
-        self.changed = threading.Condition(threading.RLock())
-        self._link = link
-        self._eager = self._over = False
-        self._events: deque[Event] = deque()
-        self._failure: BaseException | None = None
-        self._ended: Ended | None = None
-        self._known = Timings()  # by its events, for an end that the engine's process does not bring
-        self._awaited: tuple[str, ...] = ()  # reasons of the end that `stop` brings
-
-    def start(self) -> bool:
-        """Note that it is asked for; False where it was let go before."""
-        with self.changed:
-            self.started = not self.settled
-            return self.started
-
-    # --- the reader thread --------------------------------------------------------------------------------------------
-
-    def put(self, events: list[Event]) -> None:
-        """Take events; of an answer that was stopped only the end that this brought, for others may have been on their way."""
-        with self.changed:
-            for event in events:
-                if not isinstance(event, Ended):
-                    self._events += [] if self.cancelled else [event]
-                    if isinstance(event, TextDelta) and self._known.first_text is None:
-                        self._known = replace(self._known, first_text=self.clock.seconds)
-                    elif isinstance(event, AudioChunk) and self._known.first_audio is None:
-                        self._known = replace(self._known, first_audio=self.clock.seconds)
-                elif not self.cancelled or event.reason in self._awaited:
-                    self.end(event)
-            self._notify()
-
-    def decoded(self, start: float, now: float) -> None:
-        """Note that the chunk at `start` was decoded here at the time `now`."""
-        if self.pace != "live":
-            return
-        with self.changed:
-            if self._plays is None:
-                self._plays = now
-                return
-            late = now - (self._plays + start)
-            self._plays += max(late, 0.0)
-            self._late.append(late)
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an exception for the listener, after the events that have come."""
-        with self.changed:
-            self._failure = error
-            self._notify()
-
-    def end(self, ended: Ended) -> None:
-        """Give the listener an end, where it has none."""
-        with self.changed:
-            if self._ended is None:
-                if ended.timings == Timings():
-                    ended = replace(ended, timings=replace(self._known, total=self.clock.seconds))
-                self._ended = ended
-                self._notify()
-
-    def where(self) -> None:
-        """Tell how far the listener has taken events; its row rests until it has taken more."""
-        with self.changed:
-            self._eager = True
-            self._tell()
-
-    def _notify(self) -> None:
-        self.changed.notify_all()
-        if self.wake is not None:
-            self.wake()
-
-    # --- the listener -------------------------------------------------------------------------------------------------
-
-    def take(self) -> Event:
-        """Wait for the next event and take it; it counts as delivered. After a cancel there is only the end."""
-        with self.changed:
-            self.reader = threading.get_ident()
-            try:
-                while (event := self.poll()) is None:
-                    self.changed.wait()
-                return event
-            finally:
-                self.reader = 0
-
-    def poll(self) -> Event | None:
-        """The next event, where there is one; whoever asks again after the end gets it again."""
-        with self.changed:
-            if self._events:
-                event = self._events.popleft()
-                if isinstance(event, AudioChunk):
-                    self.samples += len(event.samples)
-                self._count()
-                return event
-            if self._ended is not None:
-                if not self._over:
-                    self._over = True
-                    self._count()
-                return replace(self._ended, timings=self.timings())
-            if self._failure is not None:
-                raise self._failure
-            return None
-
-    def timings(self) -> Timings:
-        """Timings of its end, with the length of the sound that was taken."""
-        timings = self._known if self._ended is None else self._ended.timings
-        return replace(timings, audio=self.samples / self.rate if self.rate else 0.0)
-
-    def _count(self) -> None:
-        if not self.cancelled:
-            self.taken += 1
-            if self.taken - self.acknowledged >= EVERY or self._eager:
-                self._tell()
-
-    def _tell(self) -> None:
-        if self.taken > self.acknowledged:
-            self.acknowledged = self.taken
-            late, self._late = self._late, []
-            self._link.tell("taken", self.number, self.taken, late)
-        self._eager = self._eager and bool(self._events)
-
-    def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None:
-        """Have it stopped: its listener gets nothing more of it but an end for this reason, which comes from the engine."""
-        with self.changed:
-            if self.quiet():
-                self._ended = None
-                self._awaited, lost = (reason, "cancelled", "error"), self._link.lost
-                self._link.tell("stop", self.number, self.taken, reason, error)
-                if lost is not None:
-                    self.end(Ended("error", Timings(), str(lost)))
-
-    def quiet(self) -> bool:
-        """Drop the events that were not taken; another end is to come. Returns whether this is the first time."""
-        with self.changed:
-            first, self.cancelled = not self.cancelled, True
-            self._events.clear()
-            if not self._over:
-                self._ended = None
-            return first
-
-
 LOG = logging.getLogger(__name__)
 
 OFTEN = 256
 """Messages between two looks for answers that nobody has any more."""
 
 
-class Link:
-    """Sends what any thread asks for; a thread of its own takes what comes.
+class Pipe(Link):
+    """To an engine in another process: sends what any thread asks for; a thread of its own takes what comes.
 
     Args:
         process: the other end's, for words about its end.
@@ -275,23 +123,17 @@ class Link:
     """
 
     def __init__(self, pipe: Connection, process: Any, decoder: SoundDecoder | None = None) -> None:
+        super().__init__()
         self._pipe, self._process = pipe, process
-        self._changed = threading.Lock()  # guards the replies, the answers and `lost`
+        self._changed = threading.RLock()  # guards the replies and `lost`
         self._replies: dict[int, Future[Any]] = {}
-        self._answers: weakref.WeakValueDictionary[int, RemoteAnswer] = weakref.WeakValueDictionary()
-        self._turns: weakref.WeakValueDictionary[int, TurnFrames] = weakref.WeakValueDictionary()
-        self.lost: EngineLost | None = None
         self._said_bye = False
         self._messages = 0
         self._decoder = decoder
-        self._requests, self._numbers = count(1), count(1)
+        self._requests = count(1)
         self._sender = Sender(pipe)
         self.reader = threading.Thread(target=self._read, name="omni-events", daemon=True)
         self.reader.start()
-
-    def number(self) -> int:
-        """A number that no session and no answer of the process has."""
-        return next(self._numbers)
 
     # --- what clients ask ---------------------------------------------------------------------------------------------
 
@@ -300,31 +142,22 @@ class Link:
         """CPU seconds that decoding took here."""
         return 0.0 if self._decoder is None else self._decoder.seconds
 
-    def check(self) -> None:
-        """EngineLost where the engine's process has ended."""
+    def check(self, session: int) -> None:
+        self._check()
+
+    def _check(self) -> None:
         if self.lost is not None:
             raise EngineLost(*self.lost.args)
 
-    def register(self, answer: RemoteAnswer) -> None:
-        """Give an answer the events that come for it."""
-        with self._changed:
-            self._answers[answer.number] = answer
-
-    def follow(self, sound: int, turn: TurnFrames) -> None:
-        """Give it what the turn head there says of a sound."""
-        with self._changed:
-            self._turns[sound] = turn
-
     def request(self, name: str, *args: Any) -> Any:
-        """Have something done there, and wait for the result; within a `send` of this thread nothing is waited for."""
-        self.check()
+        """See `Link`; within a `send` of this thread nothing is waited for."""
+        self._check()
         number, reply = next(self._requests), Future[Any]()
         message = pack_request(f"what {name!r} was given", (name, number, *args))
         if self._sender.here:
-            return self.tell(name, 0, *args)
+            return self.tell(name, *args)
         with self._changed:
-            if self.lost is not None:
-                raise EngineLost(*self.lost.args)
+            self._check()
             self._replies[number] = reply
         self._sender.send(message)
         try:
@@ -334,9 +167,8 @@ class Link:
                 self._replies.pop(number, None)
 
     def tell(self, name: str, *args: Any) -> None:
-        """Send something that has no result."""
         if self.lost is None:
-            self._sender.send(pack_request(name, (name, *args)))
+            self._sender.send(pack_request(name, (name, 0, *args)))
 
     # --- what comes ---------------------------------------------------------------------------------------------------
 
@@ -358,9 +190,8 @@ class Link:
 
     def _decode(self, coming: Sequence[Any], decoder: SoundDecoder) -> None:
         """Decode the coded sound among the events of answers, in their places."""
-        with self._changed:
-            answers = {number: self._answers.get(number) for number, _ in coming}
-        starts, wanted = list[tuple[RemoteAnswer, float]](), list[Any]()
+        answers = {number: self._answers.get(number) for number, _ in coming}
+        starts, wanted = list[tuple[Listener, float]](), list[Any]()
         for number, events in coming:
             answer = answers[number]
             if answer is None or answer.cancelled:
@@ -377,8 +208,7 @@ class Link:
                 answer.stop("error", cannot_decode(decoder.codec, error))
         self._messages += 1
         if self._messages % OFTEN == 0:  # of answers that were dropped, nothing comes any more
-            with self._changed:
-                decoder.keep(set(self._answers))
+            decoder.keep(self._answers)
 
     def _take(self, name: str, number: int = 0, *rest: Any) -> None:
         if name == "bye":
@@ -391,17 +221,12 @@ class Link:
             elif reply is not None:
                 reply.set_exception(unpack_error(*rest))
         elif name == "turn":
-            with self._changed:
-                turn = self._turns.get(number)
-            if turn is not None:
-                turn.put(rest[0], torch.from_numpy(rest[1]))
-        else:
-            with self._changed:
-                answer = self._answers.get(number)
-            if answer is None:
-                return
+            if (turn := self._turns.get(number)) is not None:
+                turn.put(*rest)
+        elif (answer := self._answers.get(number)) is not None:
             if name == "events":
-                answer.put(rest[0])
+                for event in rest[0]:
+                    answer.put(event, notify=event is rest[0][-1])
             elif name == "failed":
                 answer.fail(unpack_error(*rest))
             else:
@@ -415,11 +240,11 @@ class Link:
             lost = EngineLost(f"{how_it_ended(self._process)}; start another one")
         with self._changed:
             self.lost = lost
-            replies, answers, self._replies = [*self._replies.values()], [*self._answers.values()], {}
+            replies, self._replies = [*self._replies.values()], {}
         self._sender.close()
         for reply in replies:
             reply.set_exception(EngineLost(*lost.args))
-        for answer in answers:
+        for answer in filter(None, (reference() for reference in self._answers.valuerefs())):
             try:
                 answer.end(Ended("error", Timings(), str(lost)))
             except Exception:

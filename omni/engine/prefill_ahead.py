@@ -157,7 +157,7 @@ class Listen:
         system: token ids of the system message.
         forget: the oldest turns go where they find no room.
         failed: it cannot be fed; the question says why.
-        fork: as of `omni.engine.client.Running`; its row has none yet.
+        fork: as of `omni.engine.answer.Running`; its row has none yet.
     """
 
     seat: Seat

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from omni.engine.client import AHEAD, UNREAD
+from omni.engine.answer import AHEAD, UNREAD
 from omni.engine.entering import Talk
 from omni.engine.stats import Recorder
 from omni.errors import UserError

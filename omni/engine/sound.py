@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecBatch
-from omni.engine.client import Running
+from omni.engine.answer import Running
 from omni.engine.stats import Recorder
 from omni.engine.wire import CodedSound, cannot_decode
 from omni.engine.worker import Worker
@@ -116,7 +116,7 @@ class SoundThread:
                     continue
                 frames = reply.frames[before:]
                 for event in events:
-                    running.put(event, tell=not frames or running.codec is None)  # else with the sound
+                    running.put(event, notify=not frames or running.codec is None)  # else with the sound
                 if running.coded:
                     self._code(running, frames)
                 else:
@@ -139,7 +139,7 @@ class SoundThread:
             span = running.reply.advance(len(frames) * codec.frame_samples)
             self._sounded(running, CodedSound(frames, *span))
             return
-        running.tell()
+        running.outlet.notify()
 
     def _least(self, codec: AudioCodec) -> float:
         """Samples that a live listener's first sound has at least."""
@@ -187,7 +187,7 @@ class SoundThread:
                 sound = self._begun(running, sound, 0.0 if last else self._least(codec))
             with running.changed:
                 if not sound.shape[0]:
-                    running.tell()
+                    running.outlet.notify()
                 for chunk in running.reply.sound(sound):
                     self._sounded(running, chunk)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from omni.engine.answer import UNREAD, Running
 from omni.engine.batch import EngineBatch
-from omni.engine.client import UNREAD, Running
 from omni.engine.entering import Talk
 from omni.engine.intake import Intake
 from omni.engine.prefill_ahead import Listen, Listens, Refills

@@ -1,7 +1,6 @@
-"""Messages between an engine's process and the process of its clients: pickles, sound as raw float32, or as codes.
+"""Messages between an engine's process and the process of its clients: pickles, with sound as samples or as codes.
 
-Both ends belong to the same program, so pickles are safe here. A message is the length of its head (4 bytes, little-endian),
-the head, and the samples of all chunks in it, one after another.
+Both ends belong to the same program, so pickles are safe here.
 
 What the engine's process does for each listener's sound delays all others, since one lock of the interpreter is shared by its
 threads. So a codec without weights decodes on the listeners' side, the sound of all answers of a message in one call.
@@ -9,14 +8,11 @@ threads. So a codec without weights decodes on the listeners' side, the sound of
 
 from __future__ import annotations
 
+import io
 import pickle
-import struct
-import threading
 import time
-from collections import deque
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +26,6 @@ from omni.generate.results import AudioChunk, Ended
 
 LARGEST = 1 << 28
 """Bytes of the largest message that a client may send."""
-
-_LENGTH = struct.Struct("<I")
-_CHUNK = "chunk"
 
 
 class EngineLost(UserError):
@@ -60,42 +53,32 @@ class ModelFacts:
     frame_rate: float = 0.0
     portable: bool = False
 
+    @classmethod
+    def of(cls, config: ModelConfig, shown: str, codec: AudioCodec | None) -> ModelFacts:
+        if codec is None:
+            return cls(config, shown)
+        return cls(config, shown, codec.name, codec.sample_rate, codec.frame_rate, is_portable(codec))
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as arrays, which is quicker; each that is read has memory of its own, and does not keep the message."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.dtype == torch.bfloat16:
+            return NotImplemented
+        return torch.from_numpy, (value.numpy(force=True),)
+
 
 def pack(items: Sequence[Item]) -> bytes:
-    """One message of items; lists in them may hold events."""
-    sounds: list[Any] = []
-    head = pickle.dumps([tuple(_plain(part, sounds) for part in item) for item in items], protocol=5)
-    return b"".join([_LENGTH.pack(len(head)), head, *sounds])
-
-
-def _plain(part: Any, sounds: list[Any]) -> Any:
-    if not isinstance(part, list):
-        return part
-    out = []
-    for event in part:
-        if isinstance(event, AudioChunk):
-            samples = np.ascontiguousarray(event.samples.numpy(force=True), np.float32)
-            sounds.append(samples)
-            event = (_CHUNK, samples.size, event.start, event.end)
-        out.append(event)
-    return out
+    """One message of items."""
+    message = io.BytesIO()
+    _Pickler(message, protocol=5).dump(items)
+    return message.getvalue()
 
 
 def unpack(message: bytes) -> list[Item]:
-    """The items of a message. Each chunk has memory of its own: one that is kept does not keep the message."""
-    (length,) = _LENGTH.unpack_from(message)
-    offset = _LENGTH.size + length
-    items: list[Item] = pickle.loads(memoryview(message)[_LENGTH.size : offset])
-    for item in items:
-        for part in item:
-            if not isinstance(part, list):
-                continue
-            for number, event in enumerate(part):
-                if type(event) is tuple and event and event[0] == _CHUNK:
-                    _, count, start, end = event
-                    samples = torch.from_numpy(np.frombuffer(message, np.float32, count, offset).copy())
-                    offset += 4 * count
-                    part[number] = AudioChunk(samples, start, end)
+    """The items of a message."""
+    items: list[Item] = pickle.loads(message)
     return items
 
 
@@ -129,44 +112,6 @@ _ERRORS: dict[str, type[BaseException]] = {
     "EngineLost": EngineLost, "BusyError": BusyError, "RoomError": RoomError, "UserError": UserError, "TypeError": TypeError,
     "MemoryError": MemoryError, "OutOfMemoryError": torch.OutOfMemoryError,
 }  # fmt: skip
-
-
-class Sender:
-    """Sends messages of many threads in their order.
-
-    A thread that finds another one sending leaves its message to that one, so that a finalizer, which may run in the middle
-    of a `send`, never waits and never writes into another message.
-    """
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._waiting: deque[bytes] = deque()
-        self._writing = threading.Lock()
-        self._writer = 0
-
-    @property
-    def here(self) -> bool:
-        """Whether the caller runs within a `send` of its own thread, as a finalizer may."""
-        return self._writer == threading.get_ident()
-
-    def send(self, message: bytes) -> None:
-        """Send a message. Where the other process has ended, nothing happens: who reads the pipe notices it."""
-        self._waiting.append(message)
-        while self._waiting and self._writing.acquire(blocking=False):
-            self._writer = threading.get_ident()
-            try:
-                while self._waiting:
-                    self._pipe.send_bytes(self._waiting.popleft())
-            except (OSError, ValueError):  # the other end, or this one, is closed
-                self._waiting.clear()
-            finally:
-                self._writer = 0
-                self._writing.release()
-
-    def close(self) -> None:
-        """Close the pipe, once nobody writes into it."""
-        with self._writing:
-            self._pipe.close()
 
 
 class CodedSound(NamedTuple):

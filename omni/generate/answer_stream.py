@@ -1,5 +1,5 @@
-"""Reads an answer: takes its events, in a plain loop or one of asyncio, asks a `stop` function about its text, and makes the
-whole answer of them. In asyncio events come by `call_soon_threadsafe`, and nothing here holds the loop."""
+"""Reads an answer: takes its events, in a plain loop or one of asyncio, and makes the whole answer of them. In asyncio events
+come by `call_soon_threadsafe`, and nothing here holds the loop."""
 
 from __future__ import annotations
 
@@ -7,63 +7,20 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from omni.engine.client import Running
 from omni.errors import UserError
 from omni.generate.listening import Listening
 from omni.generate.question import Withdrawn, is_coming
-from omni.generate.results import Answer, AudioChunk, Ended, Event, Logprobs, Reason, TextDelta, Timings
+from omni.generate.results import Answer, AudioChunk, Ended, Event, Logprobs, TextDelta, Timings
 from omni.tasks import Task, find_task
 
-
-class AnswerSource(Protocol):
-    """An answer as its listener sees it: `omni.engine.client.Running`, or `omni.engine.link.RemoteAnswer`, which document
-    these."""
-
-    settled: bool
-    reader: int
-    wake: Callable[[], None] | None
-
-    def take(self) -> Event: ...
-
-    def poll(self) -> Event | None: ...
-
-    def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None: ...
-
-
-class AnswerReader:
-    """Takes the events of one answer, in any one thread at a time. `stop`: asked about the text so far, after each piece of
-    it; true ends the answer."""
-
-    def __init__(self, running: AnswerSource, stop: Callable[[str], bool] | None = None) -> None:
-        self.running, self.stop = running, stop
-        self._text = ""
-
-    def take(self) -> Event:
-        """Wait for the next event."""
-        event = self.running.take()
-        self._judge(event)
-        return event
-
-    def poll(self) -> Event | None:
-        """The next event, where there is one."""
-        event = self.running.poll()
-        self._judge(event)
-        return event
-
-    def _judge(self, event: Event | None) -> None:
-        if self.stop is None or not isinstance(event, TextDelta):
-            return
-        self._text += event.text
-        try:
-            if self.stop(self._text):
-                self.running.stop("stop")
-        except (Exception, SystemExit) as error:  # Ctrl-C is not the function's
-            self.running.stop("error", f"the function `stop` raised {type(error).__name__}: {error}")
+if TYPE_CHECKING:
+    from omni.engine.answer import Running
+    from omni.engine.listener import Listener
 
 
 def joined(events: Iterable[Event]) -> tuple[str, Tensor, Ended]:
@@ -121,7 +78,7 @@ def answer_of(said: tuple[str, Tensor, Ended], part: DeliveredPart, sounds: bool
 
 
 TASK = -1
-"""`Running.reader` of an answer that a task waits for."""
+"""`Listener.reader` of an answer that a task waits for."""
 
 _TURNS = 3
 """Turns of the loop in which a task that was cancelled may let go of the answer before it counts as another's."""
@@ -138,7 +95,7 @@ class AnswerStream:
     taken.
 
     Args:
-        session: an `omni.generate.conversation.Conversation`.
+        session: an `omni.generate.session.Session`.
         question: as for `Session.ask`.
 
     Attributes:
@@ -148,9 +105,9 @@ class AnswerStream:
     def __init__(self, session: Any, question: Any, task: Task | str, sample_rate: int, seed: int | None) -> None:
         self._session, self._question, self._task = session, question, task
         self._rate, self._seed = sample_rate, seed
-        self.running: AnswerSource | None = None
+        self.running: Listener | None = None
         self._plain: Iterator[Event] | None = None
-        self._listener: AnswerReader | None = None
+        self._begun = False
         self._incoming: Listening | None = None
         self._bell: _Bell | None = None
         self._over = self._busy = False
@@ -200,7 +157,7 @@ class AnswerStream:
         self._busy = True
         try:
             self._watch()
-            if self._listener is None:
+            if not self._begun:
                 try:
                     await self._begin()
                 except Withdrawn:
@@ -246,13 +203,13 @@ class AnswerStream:
             await self._take()
         running = await asyncio.to_thread(self._read)
         self._attend(running)
-        await self._session.aside(self._session.begin, running)
+        await asyncio.to_thread(self._session.begin, running)
 
-    def _attend(self, running: AnswerSource) -> None:
+    def _attend(self, running: Listener) -> None:
         """Have its events wake the task that waits for them."""
         assert self._bell is not None
         running.wake = self._bell.of(running, self._session.let_go)
-        self._listener = self._session.listener(running)
+        self._begun = True
 
     async def _take(self) -> None:
         """Listen to a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
@@ -280,8 +237,8 @@ class AnswerStream:
         listening.withdraw()
         self._session.end_reading(listening)
 
-    def _read(self) -> AnswerSource:
-        running: AnswerSource = self._session.read(
+    def _read(self) -> Listener:
+        running: Listener = self._session.read(
             self._question, self._task, self._rate, self._seed, lambda: self._over
         )  # in a thread, which goes on where the task is cancelled meanwhile
         with self._guard:
@@ -294,9 +251,9 @@ class AnswerStream:
     # --- its answer ---------------------------------------------------------------------------------------------------
 
     async def _next(self) -> Event:
-        running, listener, bell = self.running, self._listener, self._bell
-        assert running is not None and listener is not None and bell is not None
-        while (event := listener.poll()) is None:
+        running, bell = self.running, self._bell
+        assert running is not None and bell is not None
+        while (event := running.poll()) is None:
             bell.event.clear()
             running.reader = TASK
             try:
@@ -348,7 +305,7 @@ class _Bell:
         self.event = asyncio.Event()
         self._loop, self._rung = loop, False
 
-    def of(self, running: AnswerSource, leave: Callable[[Any], None]) -> Callable[[], None]:
+    def of(self, running: Listener, leave: Callable[[Any], None]) -> Callable[[], None]:
         """Function that an answer calls, in any thread, where it has an event; with a closed loop it ends the answer."""
 
         def ring() -> None:

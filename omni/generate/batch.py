@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from omni.edit.deltas import Edits
-from omni.engine.client import Running
 from omni.engine.engine import Engine
+from omni.engine.link import Direct
+from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.options import AnswerOptions, check_number
 from omni.generate.question import Asked, read_question, read_system
@@ -100,7 +101,9 @@ def checked(check: Callable[[], None]) -> Iterator[None]:
         _CHECK.reset(token)
 
 
-def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, Running]]], at_once: int) -> list[Answer]:
+def answer_all(
+    engine: Engine, link: Direct, questions: Iterable[Callable[[], tuple[Session, Listener]]], at_once: int
+) -> list[Answer]:
     """One answer per question, in their order.
 
     Args:
@@ -108,7 +111,7 @@ def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, R
         at_once: number of questions that are answered at a time.
     """
     todo, answers = deque(enumerate(questions)), {}
-    under: dict[int, tuple[Session, Running]] = {}
+    under: dict[int, tuple[Session, Listener]] = {}
     ended = threading.Event()
     try:
         while todo or under:
@@ -116,17 +119,17 @@ def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, R
             if todo and (not under or free >= max(1, at_once // PART)):
                 batch = [todo.popleft() for _ in range(min(free, len(todo)))]
                 under |= {number: question() for number, question in batch}
-                for number, _ in batch:
-                    running = under[number][1]
-                    running.pace, running.wake = "whole", _setter(running, ended)
-                engine.ask([under[number][1] for number, _ in batch])
+                for session, answer in (under[number] for number, _ in batch):
+                    answer.wake = _setter(answer, ended)
+                    session.begin(answer, "lay_out")
+                engine.ask([link.desk.answers[under[number][1].number] for number, _ in batch])
             while not ended.wait(None if (check := _CHECK.get()) is None else CHECK_SECONDS):
                 if check is not None:
                     check()
             ended.clear()
-            for number, (session, running) in list(under.items()):
-                if _is_over(running):
-                    answers[number] = session.whole(session.events_of(running), running)
+            for number, (session, answer) in list(under.items()):
+                if answer.ended:
+                    answers[number] = session.whole(session.events_of(answer), answer)
                     session.close()
                     del under[number]
     finally:
@@ -135,9 +138,5 @@ def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, R
     return [answers[number] for number in sorted(answers)]
 
 
-def _is_over(running: Running) -> bool:
-    return running.over or running.cancelled or running.failure is not None
-
-
-def _setter(running: Running, ended: threading.Event) -> Callable[[], None]:
-    return lambda: ended.set() if _is_over(running) else None
+def _setter(answer: Listener, ended: threading.Event) -> Callable[[], None]:
+    return lambda: ended.set() if answer.ended else None

@@ -40,10 +40,10 @@ def _tell_whole(encoder: str) -> None:
 
 
 class Listening:
-    """The sound of one question; `Conversation.listen` makes it, and `ask` of the session takes it as a question.
+    """The sound of one question; `Session.listen` makes it, and `ask` of the session takes it as a question.
 
     Args:
-        session: an `omni.generate.conversation.Conversation`, which may be read.
+        session: an `omni.generate.session.Session`, which may be read.
         task: that it is going to be asked as; another is taken, and encoded again where the projector is gated by task.
         turn: have the model's turn head hear where it ends.
 
@@ -104,7 +104,7 @@ class Listening:
             scaled = as_piece(piece, "the sound", self._incoming.check_room)[1]
             self._ahead = self._ahead or self._pieces.copy()
             self._again += scaled.shape[-1]
-            self.session.peek(self._sound, self._ahead.push(scaled))
+            self.session.hear(self._sound, self._ahead.push(scaled), peek=True)
 
     def _give(self, samples: Tensor) -> None:
         self._clip.append(samples)

@@ -24,7 +24,7 @@ from omni.audio.waveform import as_piece, is_waveform, read_sound, unwrap, whole
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound
 from omni.errors import UserError, warn_about_sound
-from omni.generate.feature_stream import FeatureStream, KnownFeatures
+from omni.generate.feature_stream import KnownFeatures
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
@@ -183,13 +183,13 @@ def longest(config: ModelConfig) -> float:
 @dataclass(frozen=True)
 class Asked:
     """A question as ids and sound: the turn without its answer, the spoken question [S] at 16 kHz, and what was prepared of it
-    for the encoder, or heard while the sound came (in the engine's process where that is another; then its number there), or
-    what is known of one that is still coming (there by the numbers of its session and of itself)."""
+    for the encoder; of sound that is heard while it comes, its number in the engine, or where it is still coming the numbers of
+    its session and of itself, and then, there, what is known of it."""
 
     turn: Turn
     clip: Tensor | None
     prepared: PreparedSound | None = None
-    heard: FeatureStream | KnownFeatures | tuple[int, int] | int | None = None
+    heard: KnownFeatures | tuple[int, int] | int | None = None
 
     @property
     def task(self) -> Task:

@@ -1,340 +1,555 @@
-"""A session: one conversation of several turns over the rows of one cache.
+"""A session: a conversation of several turns as who asks sees it, wherever its engine is; and the calls that start sessions, or
+answer one question in a session of its own.
 
-The history holds only what was delivered: an answer that was cancelled, or interrupted while it played, is kept as the offline
-layout of the text and the frames that reached the listener. The last column of an answer, and all columns in which the cache
-differs from the history, are fed together with the next question. Of an answer that broke (logits that are not finite) nothing
-is kept: the session continues as if it had not been asked.
+A session says what it wants to its engine in messages (`omni.engine.desk`), through a link (`omni.engine.link`), and takes the
+events of one answer at a time.
 
-Text assist (mini-omni's batch-parallel decoding, gpt-omni/mini-omni @ 26c31d5 `litgpt/generate/base.py`) couples two rows:
-row 0 speaks, and its text input is the text of row 1, which was asked for text only and therefore writes better text. Row 1
-leaves as soon as its text has ended.
+read: check, listen --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
+                         cancel, let_go: end it before
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from omni.codec.base import AudioCodec
+from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
-from omni.engine.client import Pace, Running, WhenFull, check_pace
-from omni.engine.engine import Engine
-from omni.engine.prefill_ahead import Listen, plan
-from omni.engine.slots import Seat
+from omni.engine.answer import Pace, WhenFull, check_pace
+from omni.engine.listener import Link, Listener
+from omni.engine.wire import EngineLost
 from omni.errors import UserError
-from omni.generate.answer_stream import DeliveredPart, answer_of, delivered_part, joined
-from omni.generate.conversation import Conversation
-from omni.generate.feature_stream import FeatureStream, KnownFeatures
-from omni.generate.history import Exchange, Past, check_room, fit
-from omni.generate.messages import Message, messages, save_conversation
-from omni.generate.options import AnswerOptions
-from omni.generate.question import Asked, Coming, Question, read_question, read_system
-from omni.generate.reply import Limits, Reply
-from omni.generate.results import Answer, Clock, Event
-from omni.generate.rows import Start
-from omni.generate.sampling import per_stream, seed_key
-from omni.generate.speech_time import SpeechTime
+from omni.generate.answer_stream import AnswerStream, DeliveredPart, answer_of, joined
+from omni.generate.listening import AudioSoFar, Listening
+from omni.generate.messages import History, Message
+from omni.generate.options import Keywords, SessionOptions, check_number, make_options
+from omni.generate.question import Asked, Coming, Question, Withdrawn, is_coming, read_question, several
+from omni.generate.results import Answer, Clock, Ended, Event, Timings
 from omni.generate.turn_end import TurnFrames
-from omni.lora.attach import RowSelection, kept, selection_of
-from omni.model.speech_model import SpeechModel
-from omni.tasks import Task, Turn, find_writer, prompt
+from omni.tasks import Task, Turn, find_task
 from omni.text import Tokenizer
 
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
-class Session(Conversation[Running]):
-    """One conversation. Made by `SpeechLM.session`; close it (or use `with`) to free its cache.
+
+class Session:
+    """One conversation. Made by `SpeechLM.session` or `EngineProcess.session`; close it (or use `with`) to free its slot.
 
     One answer at a time: `ask` gives its events as they come, also in a loop of asyncio; `cancel` stops it from any thread.
 
     Args:
-        context: positions that the conversation may fill.
-        release: called when the session ends.
-        edits: the name under which its edits are attached to the model (`omni.edit.deltas`).
-        pace, when_full: see `omni.engine.client`.
-        sound: decode the answers' codes, where there is a codec.
+        source: a `Sessions`, of which its questions are asked.
+        number: its number in the engine.
+        stop_when: ends an answer, see `omni.engine.listener.Listener`.
+        sound: whether the answers' codes are decoded.
+
+    Attributes:
+        sample_rate: of the answers' sound, in Hz; 0 without a codec.
     """
 
     def __init__(
         self,
-        model: SpeechModel,
-        tokenizer: Tokenizer,
-        codec: AudioCodec | None,
-        engine: Engine,
-        options: AnswerOptions,
-        *,
-        context: int,
-        time: SpeechTime,
-        past: Past = Past(),  # noqa: B008 (frozen)
-        release: Callable[[], None] = lambda: None,
-        edits: str | None = None,
+        source: Sessions,
+        number: int,
         pace: Pace = "read",
-        when_full: WhenFull = "wait",
+        stop_when: Callable[[str], bool] | None = None,
         sound: bool = True,
     ) -> None:
-        super().__init__(options.stop_when)
-        self.model, self.tokenizer, self.codec = model, tokenizer, codec
-        self.options, self.time = options, time
-        self._selection: RowSelection = options.adapter if edits is None else (options.adapter, edits)
-        selection_of(model, [self._selection])
-        self.settings = per_stream(model.layout, options.sampling)
-        self._system = read_system(options.system, tokenizer)
-        self._engine, self._release, self._sound = engine, release, sound
-        self._pace, self._when_full = check_pace(pace, when_full)
-        first = past.asked - len(past.turns)
-        self._past = [Exchange(a.turn, number, a.clip) for number, a in enumerate(past.turns, first)]
-        self._asked = past.asked
-        if options.overflow == "end":
-            check_room(model.layout, self._past, self._system, context, model.config.decoder.context)
-        if options.max_silence is not None and (codec is None or not sound):
-            raise UserError("max_silence listens to the answer's sound, and no codec makes any here; leave it out")
-        self._seat: Seat | None = engine.seat(context)
-        self._hears: FeatureStream | None = None  # the next question, while its sound comes
+        self._source, self._number, self._pace, self._stop_when = source, number, pace, stop_when
+        self._link = source._link
+        self.tokenizer, self.sample_rate = source.tokenizer, source.sample_rate
+        self._rate = self.sample_rate if sound else 0
+        self._last: Listener | None = None
+        self._incoming: Listening | None = None  # of an iterator that is read
+        self._sound: int | None = None  # that is listened to
+        self._closed = False
+        self._lock = threading.RLock()  # guards the last answer
         _OPEN.add(self)
-        self._dropped = weakref.finalize(self, _abandon, engine, self._seat, release)
+        self._dropped = weakref.finalize(self, self._link.tell, "abandon", number)
         self._dropped.atexit = False
-
-    # --- the question ---------------------------------------------------------------------------------------------
 
     @property
     def config(self) -> ModelConfig:
-        return self.model.config
+        """The model's."""
+        return self._source.config
 
     def check(self) -> None:
-        self._engine.check()
+        """UserError where no question is taken: the engine or the session is closed."""
         self._open()
+        self._link.check(self._number)
+
+    def _open(self) -> None:
+        if self._closed:
+            raise UserError("this session is closed; start a new one")
+
+    def __repr__(self) -> str:
+        state = "closed"
+        if not self._closed:
+            try:
+                state = self._link.request("read", self._number, "shown")
+            except EngineLost:
+                state = "lost"
+        return f"Session({state})"
+
+    # --- the question -------------------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        question: Question | Coming | Listening | AudioSoFar | AsyncIterable[Any],
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        seed: int | None = None,
+    ) -> AnswerStream:
+        """Ask, and get the answer as events: text and sound as they come, `Ended` last; `for event in session.ask(question)`,
+        or `async for` in a loop of asyncio, or all of it by `session.ask(question).answer()`. Events that were taken count as
+        delivered. Closing the stream, or asking before its end, cancels the answer; see `AnswerStream`. UserError: a bad
+        question or seed, features of it that are not finite, no room left in the cache (see `AnswerOptions.overflow`), another
+        answer being made in another thread, an adapter that was removed meanwhile, or a closed session.
+
+        Args:
+            question: a text or sound, as the task asks; see `omni.generate.question.Question`. Or sound that is still coming:
+                an iterator of its pieces (in a loop of asyncio an asynchronous one, too), samples at `sample_rate`, which is
+                read to its end first, and heard meanwhile where the encoder hears in chunks; or what `listen` returned.
+            sample_rate: of samples that come without their own, in Hz; files have their own.
+            seed: of this answer's draws; by default derived from the session's seed and the turn's number.
+        """
+        return AnswerStream(self, question, task, sample_rate, seed)
+
+    def read(
+        self,
+        question: Question | Coming | Listening | AudioSoFar,
+        task: Task | str,
+        sample_rate: int,
+        seed: int | None = None,
+        gone: Callable[[], bool] | None = None,
+    ) -> Listener:
+        """Read a question and lay it out, for `begin`. UserError: as of `ask`. Withdrawn: nobody wants it any more; nothing
+        has changed then. `gone`: whether nobody wants the answer any more; asked once the question was read."""
+        if seed is not None:
+            check_number("seed", seed)
+        self.check()
+        self.commit()
+        if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
+            listening = self.begin_reading(task, sample_rate)
+            try:
+                try:
+                    listening.take(question)
+                finally:
+                    self.end_reading(listening)
+                answer = self._read(listening, task, sample_rate, seed, gone)
+                answer.listening = listening
+                return answer
+            except BaseException:
+                listening.drop()
+                raise
+        return self._read(question, task, sample_rate, seed, gone)
+
+    def _read(
+        self, question: Any, task: Task | str, sample_rate: int, seed: int | None, gone: Callable[[], bool] | None
+    ) -> Listener:
+        """`read` of what has come."""
+        clock = Clock()
+        if isinstance(question, Listening):
+            asked = question.asked(self, find_task(task))
+        elif isinstance(question, AudioSoFar):
+            asked = question.listening.known(find_task(task))
+        else:
+            asked = self._read_question(question, task, sample_rate)
+        with self._lock:
+            if gone is not None and gone():
+                raise Withdrawn
+            return self.lay_out(asked, seed, clock)
+
+    def listen(self, task: Task | str = "A1A2", *, sample_rate: int = SAMPLE_RATE, turn: bool = False) -> Listening:
+        """Listen to the next question while its sound comes; see `omni.generate.listening`. A session listens to one at a time;
+        one before is only gathered from then on. UserError: a task that asks in writing, a bad sample rate, or a closed
+        session.
+
+        Args:
+            task: that it is going to be asked as.
+            sample_rate: of its pieces, in Hz.
+            turn: hear where it ends, too, where the model has a turn head (`Listening.turn`).
+        """
+        self.check()
+        return Listening(self, task, sample_rate, turn)
+
+    def begin_reading(self, task: Task | str, sample_rate: int) -> Listening:
+        """Listen to an iterator: until `end_reading` another question is refused, and `cancel` and `close` end it."""
+        with self._lock:
+            self.commit()
+            self._incoming = listening = self.listen(task, sample_rate=sample_rate)
+            return listening
+
+    def end_reading(self, listening: Listening) -> None:
+        """The iterator has ended, or nobody wants its sound; waits for nobody."""
+        if self._incoming is listening:
+            self._incoming = None
+
+    def commit(self) -> None:
+        """Takes the last answer into the history, as far as it was delivered. UserError where another thread waits for it."""
+        with self._lock:
+            answer = self._last
+            under = answer is not None and not answer.settled and answer.reader not in (0, threading.get_ident())
+            if under or self._incoming is not None:
+                raise UserError(
+                    "another answer of this session is being made in another thread or task; cancel it, or wait for its end"
+                )
+            if answer is not None:
+                self._settle(answer)
 
     def _read_question(self, question: Question | Coming, task: Task | str, sample_rate: int) -> Asked:
-        return read_question(question, task, self.model, self.tokenizer, sample_rate)
+        model: Any = self._source  # of which the configuration and the layout are asked for
+        return read_question(question, task, model, self.tokenizer, sample_rate)
 
-    def begin(self, running: Running) -> None:
-        try:
-            self._engine.hear(running)
-            self._engine.ask([running])
-        except BaseException:
-            self.withdraw(running)
-            raise
-
-    def withdraw(self, running: Running) -> None:
-        with self._lock:
-            if self._last is running:
-                self._past, self._asked = running.before, running.exchange.number
-            running.settled = True
-            self._engine.stop(running)
-            self._listen()
-
-    def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Running:
-        with ExitStack() as held:
-            held.enter_context(kept(self.model, [self._selection]))
-            active = selection_of(self.model, [self._selection])  # its adapter may have been removed since
-            layout, options, task = self.model.layout, self.options, asked.task
-            frames, most = options.limits(task, self.codec, layout.max_delay)
-            codec = self.codec if self._sound else None
-            limits = Limits(frames, most, options.stops, options.max_silence)
-            reply = Reply(layout, task, self.tokenizer, codec, limits, self.time)
-            with self._lock:
-                seat = self._open()
-                self.commit()  # once more: another thread may have asked meanwhile
-                heard = asked.heard if isinstance(asked.heard, FeatureStream) else None
-                clip = asked.clip
-                if clip is not None and heard is None:
-                    clip = clip.clone()  # a caller may fill its buffer again
-                before, exchange = self._past, Exchange(asked.turn, self._asked, clip, None, asked.prepared, heard)
-                if isinstance(asked.heard, KnownFeatures):
-                    exchange.features, exchange.sound = asked.heard.features, asked.heard.number
-                    exchange.turn = replace(asked.turn, features=len(exchange.features))
-                room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
-                self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
-                key = seed_key(options.seed, self._asked) if seed is None else seed_key(seed)
-                self._asked += 1
-                fork = None
-                if options.text_assist and task.text and task.audio:
-                    fork = prompt(layout, replace(exchange.turn, task=find_writer(task))).tokens[:, -1]
-                position, selection = len(keys) - 1, self._selection
-                running = Running(
-                    exchange=exchange,
-                    before=before,
-                    said=(*self._past, exchange),
-                    columns=columns,
-                    keys=keys,
-                    reply=reply,
-                    codec=codec,
-                    seat=seat,
-                    start=Start(task.text, task.audio, position, self.settings, key, None, selection, options.logprobs),
-                    release=held.pop_all().close,
-                    clock=clock or Clock(),
-                    fork=fork,
-                    active=active,
-                    pace=self._pace,
-                    when_full=self._when_full,
-                )
-                self._last = running
-                if heard is not None:
-                    heard.forget_peeked()
-                    self._end_listening(heard)
-                self._listen()
-        return running
-
-    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> FeatureStream | None:
-        if self.config.encoder.chunk_samples is None:
-            return None
+    def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Listener:
+        """An answer to a question, for `begin`; the last one is settled first. `clock` was started when the question came."""
+        link, rate = self._link, self._rate if asked.task.audio else 0
         with self._lock:
             self._open()
-            if self._hears is not None:
-                self._hears.closed = True
-            self._hears = sound = FeatureStream(self.model, task.name, None if turn is None else turn.put)
-            self._listen()
-        return sound
+            self.commit()  # once more: another thread may have asked meanwhile
+            own = (seed, clock or Clock(), self._pace, rate, self._stop_when)
+            self._last = answer = Listener(link, self._number, link.number(), asked, *own)
+        return answer
 
-    def hear(self, sound: FeatureStream, samples: Tensor) -> None:
-        sound.push(samples)
-        self._engine.came(sound)
+    def begin(self, answer: Listener, message: str = "ask") -> None:
+        """Give the engine a question that was laid out; UserError where it does not take it, and nothing is left of it then."""
+        asked = replace(answer.asked, turn=replace(answer.asked.turn, task=answer.asked.task.name))
+        if isinstance(asked.heard, int):
+            heard = asked.heard if asked.heard == self._sound else None
+            asked = replace(asked, heard=heard, clip=asked.clip if heard is None else None)
+        if not answer.start():  # it was cancelled meanwhile
+            return
+        self._link.register(answer)
+        try:
+            if self._link.remote and asked.clip is not None:  # as far as that delays nobody else's sound
+                asked = replace(asked, prepared=self.config.encoder.prepare(asked.clip))
+            self._link.request(message, self._number, answer.number, asked, answer.seed, answer.clock)
+            if isinstance(asked.heard, int):
+                self._sound = None
+        except Exception:  # it was refused, and nothing is left of it there
+            if answer.listening is not None:
+                answer.listening.drop()
+            answer.settled = True
+            answer.end(Ended("cancelled", Timings()))
+            raise
+        except BaseException:  # Ctrl-C: it is perhaps about to be answered
+            self.let_go(answer)
+            raise
 
-    def peek(self, sound: FeatureStream, samples: Tensor) -> None:
-        sound.peek(samples)
-        self._engine.came(sound)
+    def open_sound(self, task: Task, turn: TurnFrames | None = None) -> int | None:
+        """Listen to the next question; None where the encoder makes all features of the whole sound. `turn` is given what the
+        model's turn head says of its frames."""
+        if self.config.encoder.chunk_samples is None:
+            return None
+        number = self._link.number()
+        if turn is not None:
+            self._link.follow(number, turn)
+        self._link.request("listen", self._number, number, task.name, turn is not None)
+        self._sound = number
+        return number
 
-    def sound_so_far(self, sound: FeatureStream) -> KnownFeatures:
-        return sound.so_far()
+    def hear(self, sound: int, samples: Tensor, peek: bool = False) -> None:
+        """Take the next samples [S] at 16 kHz of the sound that `open_sound` returned, or (`peek`) samples behind those, which
+        may not belong to the question."""
+        if self._sound == sound:
+            self._link.tell("hear", self._number, sound, samples, peek)
 
-    def drop_sound(self, sound: FeatureStream | None) -> None:
-        if sound is not None:
-            sound.closed = True
-            self._end_listening(sound)
+    def sound_so_far(self, sound: int) -> tuple[int, int]:
+        """A sound still coming, as far as it was heard, for a question of another session."""
+        return self._number, sound
 
-    def _end_listening(self, sound: FeatureStream) -> None:
-        seat = self._seat
-        if self._hears is sound and seat is not None:
-            self._hears = None
-            self._engine.stop_listening(seat, sound)
+    def drop_sound(self, sound: int | None) -> None:
+        """Listen no more; waits for nobody."""
+        if sound is not None and self._sound == sound:
+            self._sound = None
+            self._link.tell("drop_sound", self._number, sound)
 
-    def _listen(self) -> None:
-        """Have what is heard of the next question fed behind the present history, unless an answer is under way; the lock is
-        held."""
-        sound, seat = self._hears, self._seat
-        if sound is not None and seat is not None:
-            past = tuple(self._past) if self._last is None or self._last.settled else None
-            self._engine.listen(Listen(seat, sound, past, self._system, self.options.overflow == "forget", self._selection))
+    # --- its answer ---------------------------------------------------------------------------------------------------
 
-    @property
-    def sample_rate(self) -> int:
-        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
-        return 0 if self.codec is None else self.codec.sample_rate
+    def whole(self, events: Iterable[Event], answer: Listener | None) -> Answer:
+        """The answer of all its events; None for one that was cancelled before its question was whole."""
+        said, part = joined(events), DeliveredPart()
+        if answer is not None:
+            with suppress(EngineLost):
+                part = self._link.request("delivered", self._number, answer.number)
+        return answer_of(said, part, answer is not None and answer.rate > 0, self.sample_rate)
 
-    def whole(self, events: Iterable[Event], running: Running | None) -> Answer:
-        said, part = joined(events), DeliveredPart() if running is None else delivered_part(running)
-        return answer_of(said, part, running is not None and running.codec is not None, self.sample_rate)
+    def events_of(self, answer: Listener) -> Iterator[Event]:
+        """The events of an answer that was begun; closing the iterator cancels it."""
+        try:
+            while True:
+                event = answer.take()
+                if isinstance(event, Ended):
+                    break
+                yield event
+        finally:
+            with self._lock:
+                self._settle(answer)
+        yield event
+
+    def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
+        """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
+
+        May be called from any thread, between events, or after the answer has ended (a listener interrupts what is still
+        playing). An answer under way ends with `Ended("cancelled")`; it is in the history at once. UserError: one of them is
+        negative or no number; nothing is cancelled then.
+
+        Args:
+            played_seconds: seconds of the sound that were heard; only its whole frames stay in the history, and of the
+                text the words that were heard by then, placed by the model's speaking time (`omni.generate.speech_time`).
+                By default all sound and text that was handed over.
+            shown_characters: characters of the text that were shown: they stay, whatever was heard.
+        """
+        for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
+            if value is not None:
+                check_number(name, value)
+        self.cancel_last(None, played_seconds, shown_characters)
+
+    def cancel_last(self, only: Listener | None, played_seconds: float | None, shown_characters: int | None) -> None:
+        """`cancel`, unless the last answer is another than `only`, where that is given."""
+        if (incoming := self._incoming) is not None:
+            incoming.withdraw()
+            return
+        with self._lock:
+            last = self._last
+            if last is None or only not in (None, last):
+                return
+            self._end(last, "interrupt", played_seconds, shown_characters)
+
+    def withdraw(self, answer: Listener) -> None:
+        """Continue as if a question had not been asked."""
+        with self._lock:
+            self._end(answer, "withdraw")
+
+    def let_go(self, answer: Listener) -> None:
+        """Cancel an answer without waiting for anybody. It is in the history at once, unless another thread is asking or
+        cancelling: that one puts it there."""
+        with answer.changed:
+            if answer.settled:
+                return
+            answer.quiet()
+            answer.settled = True
+            if answer.started:
+                self._link.tell("let_go", self._number, answer.number, answer.taken)
+            answer.end(Ended("cancelled", Timings()))
+
+    def _settle(self, answer: Listener) -> None:
+        """Have the delivered part of an answer put into the history (once); its iterator gives no more of it."""
+        if not answer.settled:
+            self._end(answer, "settle")
+
+    def _end(self, answer: Listener, message: str, *interrupted: Any) -> None:
+        """Have an answer settled, interrupted or withdrawn."""
+        answer.quiet()
+        try:
+            ended = self._link.request(message, self._number, answer.number, answer.taken, *interrupted)
+        except EngineLost as error:
+            if answer.settled:
+                raise
+            ended = Ended("error", Timings(), str(error))
+        answer.end(ended or Ended("cancelled", Timings()))
+        answer.settled = True
+
+    # --- the conversation ---------------------------------------------------------------------------------------------
 
     @property
     def place(self) -> int:
         """Place of the last question among those that wait for room, from 1; 0 for one that does not wait."""
-        return 0 if self._last is None else self._engine.place(self._last)
+        position: int = self._link.request("read", self._number, "place")
+        return position
 
     @property
     def history(self) -> list[Message]:
         """The questions and the delivered part of their answers, to read, or to start another session with; an answer under way
         and its question are not among them."""
-        return messages(self._past, self.tokenizer, self.codec)
+        messages: list[Message] = self._link.request("read", self._number, "history")
+        return messages
 
     @property
     def last_answer(self) -> Message | None:
-        past = self._past
-        return messages(past[-1:], self.tokenizer, self.codec)[1] if past else None
+        """The newest answer of the history, as far as it was delivered; None in a new conversation."""
+        message: Message | None = self._link.request("read", self._number, "last_answer")
+        return message
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The history as ids, the first turn with the system message."""
-        turns = [exchange.turn for exchange in self._past]
-        return tuple(replace(turn, system=() if number else self._system) for number, turn in enumerate(turns))
+        turns: tuple[Turn, ...] = self._link.request("read", self._number, "turns")
+        return tuple(replace(turn, task=find_task(turn.task)) for turn in turns)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the history as one file, from which `SpeechLM.session(history=path)` continues, without an answer under way.
         UserError: the place cannot be written."""
         with self._lock:
-            past, asked = list(self._past), self._asked - (self._last is not None and not self._last.settled)
-        return save_conversation(path, past, asked, self.model, self.tokenizer)
-
-    def __repr__(self) -> str:
-        seat, turns = self._seat, len(self._past)
-        state = "closed" if seat is None else f"{len(seat.held.keys)} of {seat.limit} positions"
-        adapter = f", adapter={self.options.adapter!r}" if self.options.adapter else ""
-        return f"Session({turns} turn{'' if turns == 1 else 's'}, {state}{adapter})"
+            self._link.request("save", self._number, os.path.abspath(path))
+        return Path(path)
 
     def close(self) -> None:
         """End the session and free its slot; from any thread. An answer under way is cancelled: its iterator ends with
         `Ended("cancelled")`."""
         with self._lock:
-            seat, self._seat = self._seat, None
-            if seat is None:
+            if self._closed:
                 return
+            self._closed = True
             if self._incoming is not None:
                 self._incoming.withdraw()
-            if self._hears is not None:
-                self._hears.closed = True
-            if self._last is not None:
-                self._settle(self._last)
-            self._engine.vacate(seat)
-            self._dropped.detach()
-        self._release()
+            with suppress(EngineLost):  # its slot went with it
+                if self._last is not None:
+                    self._settle(self._last)
+                self._link.request("close", self._number)
 
-    # --- one answer -----------------------------------------------------------------------------------------------
+    def __enter__(self) -> Self:
+        return self
 
-    def let_go(self, running: Running) -> None:
-        self._engine.stop(running, wait=False)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle(running, wait=False)
-                self._make_room()
-            finally:
-                self._lock.release()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
-    # --- the history ------------------------------------------------------------------------------------------
+    async def __aenter__(self) -> Self:
+        return self
 
-    def _settle(self, running: Running, wait: bool = True) -> None:
-        """See `Conversation`. Without `wait` its rows may still be busy, and whoever settles it next waits for them."""
-        settled, running.settled = running.settled, True
-        if not (settled and running.left.is_set()):
-            self._engine.stop(running, wait)
-        if settled:
-            return
-        if running.reply.error is None and running.failure is None:
-            self._past.append(running.delivered())
-        else:
-            self._past, self._asked = running.before, running.exchange.number
-
-    def _interrupt(self, running: Running, played: float | None, shown: int | None) -> None:
-        running.delivery.interrupt(played, shown)
-        if not running.settled:
-            self._settle(running)
-        elif self._past and self._past[-1].number == running.exchange.number:  # else it broke, or was withdrawn
-            self._past[-1] = running.delivered()
-
-    def _make_room(self) -> None:
-        """Have what stays fed before the next question, where turns go before it; the history keeps them until then."""
-        if self._hears is not None:
-            self._listen()
-        if self._seat is None or self._hears is not None or self.options.overflow != "forget":
-            return
-        refill = plan(self.model.layout, self._seat, self._past, self._system, self._selection)
-        if refill is not None:
-            self._engine.refill(refill)
-
-    def _open(self) -> Seat:
-        if self._seat is None:
-            raise UserError("this session is closed; start a new one")
-        return self._seat
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
 
 
-def _abandon(engine: Engine, seat: Seat, release: Callable[[], None]) -> None:
-    """Frees what a session held that nobody has any more."""
-    engine.vacate(seat)
-    release()
+class Sessions(ABC):
+    """Base of `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess`: starts sessions."""
+
+    tokenizer: Tokenizer
+    _link: Link
+
+    @property
+    @abstractmethod
+    def config(self) -> ModelConfig:
+        """The model's."""
+
+    @property
+    @abstractmethod
+    def sample_rate(self) -> int:
+        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
+
+    @abstractmethod
+    def _start(self, number: int, values: dict[str, Any]) -> None:
+        """Start a conversation in the engine: `values` are the keywords of `session`, without a `stop` that is a function."""
+
+    def _session_of(
+        self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull
+    ) -> Session:
+        check_pace(pace, when_full)
+        stop = make_options(values).stop_when
+        if stop is not None:  # it is called by the listener
+            values = {name: value for name, value in values.items() if name != "stop"}
+        if isinstance(history, (str, os.PathLike)):
+            history = os.path.abspath(history)
+        number = self._link.number()
+        self._start(number, {"context": context, "history": history, "pace": pace, "when_full": when_full, **values})
+        return Session(self, number, pace, stop)
+
+    def session(
+        self,
+        *,
+        context: int | None = None,
+        history: History | None = None,
+        pace: Pace = "read",
+        when_full: WhenFull = "wait",
+        **values: Unpack[Keywords],
+    ) -> Session:
+        """Start a conversation over a cache of `context` positions (at most the decoder's; 4096 by default). TypeError: an
+        unknown keyword. UserError: a bad value, a history of another layout or codec, or one that finds no room.
+
+        Args:
+            history: the conversation before: the `.history` of another session, messages as in chat templates
+                (`{"role": "user", "content": "a text, or sound"}`), or the path of a file that `Session.save` wrote.
+            pace: `read` writes an answer as fast as its events are read; `live` for somebody who hears it as it comes: sound is
+                made in time, and a little ahead; `whole` writes all of it at once.
+            when_full: what becomes of a live listener's question while one more would make others' sound late: `wait` (its
+                place is `Session.place`), or `refuse` with a `BusyError`.
+            values: the fields of `Options` by name (sampling, seed, max_seconds, max_tokens, max_new_tokens, stop, max_silence,
+                logprobs, text_assist, overflow, adapter, edits, system), or, instead of sampling, its own fields (temperature,
+                top_k, top_p, repetition_penalty, do_sample).
+        """
+        return self._session_of(values, context, history, pace, when_full)
+
+    def stream(
+        self,
+        question: Question,
+        task: Task | str = "A1A2",
+        *,
+        sample_rate: int = SAMPLE_RATE,
+        **options: Unpack[SessionOptions],
+    ) -> Iterator[Event]:
+        """Answer one question with events: `TextDelta` and `AudioChunk` as they come, `Ended` last. TypeError: an unknown
+        keyword. UserError: a bad question, option or task, at once.
+
+        Args:
+            question: a text where the task asks in writing; else sound (see `omni.generate.question.Question`).
+            task: a name of the task table (`omni.tasks`).
+            sample_rate: of samples that come without their own, in Hz; files have their own.
+            options: those of `session`, by name.
+        """
+        session = self._session_of(options, options.pop("context", None), None, "read", "wait")
+        try:
+            events = iter(session.ask(question, task, sample_rate=sample_rate))
+        except BaseException:
+            session.close()
+            raise
+        return _closing(session, events)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, question: list[Any], task: Task | str | Sequence[Task | str] = ..., *, sample_rate: int = ..., **options: Any
+    ) -> list[Answer]: ...
+
+    @overload
+    def generate(
+        self, question: Question, task: Task | str = ..., *, sample_rate: int = ..., **options: Unpack[SessionOptions]
+    ) -> Answer: ...
+
+    def generate(self, question: Any, task: Any = "A1A2", *, sample_rate: int = SAMPLE_RATE, **options: Any) -> Any:
+        """Answer one question, or each of a list of them, and return when the answers are whole. TypeError: an unknown keyword.
+        UserError: a bad question, option or task; a list, where the engine is in another process.
+
+        Args:
+            question: as for `stream`, or a list of independent questions, each of which is answered as it would be alone. (A
+                list of numbers, or of rows of numbers, is sound.)
+            task: as for `stream`; of a list of questions one for all, or one each.
+            options: those of `session`, by name. Of a list of questions seed, adapter, edits and system are one for all, or one
+                each; there are also `batch_size` (questions under way at a time; 64) and `sound` (False: answers carry codes
+                only). They have no context, history, text_assist or overflow, and a `stop` that is a function is asked when an
+                answer is complete.
+        """
+        if several(question):
+            return self._answer_all(question, task, sample_rate=sample_rate, **options)
+        with self._session_of(options, options.pop("context", None), None, "whole", "wait") as session:
+            return session.ask(question, task, sample_rate=sample_rate).answer()
+
+    def _answer_all(self, questions: list[Any], task: Any, **options: Any) -> list[Answer]:
+        raise UserError("an engine in another process answers one question a call; ask several in sessions of their own")
+
+
+def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:
+    """Passes events on and closes the session when they end, even if none of them is ever taken."""
+
+    def run() -> Iterator[Any]:
+        with session:
+            yield None  # taken at once: from now on, closing or dropping the iterator ends the session
+            yield from events
+
+    running = run()
+    next(running)
+    return running
 
 
 _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()

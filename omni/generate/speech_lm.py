@@ -31,16 +31,18 @@ from omni.cpu.int8 import is_int8
 from omni.cpu.products import takes_bf16, use_fast
 from omni.cpu.step import prepare
 from omni.edit.deltas import Bases, Edits, attach_edits, attached, edited_everywhere
-from omni.engine.client import Pace, Running, WhenFull
+from omni.engine.answer import Pace, WhenFull
+from omni.engine.conversation import Conversation
 from omni.engine.engine import Engine
+from omni.engine.link import Direct
+from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.batch import answer_all, check_lengths, read_batch
-from omni.generate.conversation import Sessions
 from omni.generate.messages import History, read_history
 from omni.generate.options import AnswerOptions, check_number, make_options
 from omni.generate.question import SAMPLE_RATE
 from omni.generate.results import Answer
-from omni.generate.session import Session
+from omni.generate.session import Session, Sessions
 from omni.generate.speech_time import SpeechTime
 from omni.layout import Layout
 from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
@@ -113,7 +115,7 @@ def load_beside(
     return name
 
 
-class SpeechLM(Sessions[Session]):
+class SpeechLM(Sessions):
     """A speech language model with its tokenizer and codec, which answers questions.
 
     Weights are shared by any number of sessions and never changed; all of them are answered by one engine. UserError: the
@@ -126,6 +128,8 @@ class SpeechLM(Sessions[Session]):
         compile: run decoding steps through `torch.compile`.
         speech_time: speaking time of the model's voice; by default English at about 15 characters a second.
     """
+
+    _link: Direct
 
     def __init__(
         self,
@@ -151,6 +155,7 @@ class SpeechLM(Sessions[Session]):
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
+        self._link = Direct()
         self._engine: Engine | None = None
         self._folder: str | None = None
         self._lock = threading.Lock()
@@ -241,9 +246,13 @@ class SpeechLM(Sessions[Session]):
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
 
-    def _session_of(
-        self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull
-    ) -> Session:
+    def _start(self, number: int, values: dict[str, Any]) -> None:
+        self._link.desk.conversations[number] = self.conversation(**values)
+
+    def conversation(
+        self, *, context: int | None, history: History | None, pace: Pace, when_full: WhenFull, **values: Any
+    ) -> Conversation:
+        """A conversation in the engine, for a session; keywords and errors are those of `session`."""
         options = make_options(values)
         if context is not None:
             check_number("context", context)
@@ -257,15 +266,15 @@ class SpeechLM(Sessions[Session]):
                 name = attach_edits(self.model, options.edits)
                 stack.callback(detach, self.model, name)
             own: dict[str, Any] = {"release": stack.close, "edits": name, "pace": pace, "when_full": when_full}
-            session = self._open(options, context=length, past=past, **own)
+            conversation = self._conversation(options, context=length, past=past, **own)
         except BaseException:
             stack.close()
             raise
         LOG.debug("a session of %d positions starts, with %d earlier turns", length, len(past.turns))
-        return session
+        return conversation
 
-    def _open(self, options: AnswerOptions, **own: Any) -> Session:
-        return Session(self.model, self.tokenizer, self.codec, self.engine, options, time=self.speech_time, **own)
+    def _conversation(self, options: AnswerOptions, **own: Any) -> Conversation:
+        return Conversation(self.model, self.tokenizer, self.codec, self.engine, options, time=self.speech_time, **own)
 
     def _answer_all(
         self,
@@ -299,12 +308,15 @@ class SpeechLM(Sessions[Session]):
         with attached(self.model, batch.edits) as names, kept(self.model, batch.adapters):
             selection_of(self.model, batch.adapters)  # checks every name before any question is answered
 
-            def session_of(number: int) -> tuple[Session, Running]:
-                session = self._open(batch.options(number, options), context=room, edits=names[number], sound=sound)
+            def session_of(number: int) -> tuple[Session, Listener]:
+                own: dict[str, Any] = {"context": room, "edits": names[number], "pace": "whole", "sound": sound}
+                own_number, whole = self._link.number(), batch.options(number, options)
+                self._link.desk.conversations[own_number] = self._conversation(whole, **own)
+                session = Session(self, own_number, "whole", options.stop_when, sound)
                 return session, session.lay_out(batch.asked[number])
 
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            answers = answer_all(self.engine, [partial(session_of, number) for number in order], batch_size)
+            answers = answer_all(self.engine, self._link, [partial(session_of, number) for number in order], batch_size)
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 
     # --- edits --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from omni.lora.peft import save_adapter
 from omni.lora.weights import merged_state, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import LAYOUTS, make_lm, make_model, tone
+from tests.generate.session_toys import inside
 
 WHERE = {
     "mlp": ("decoder.blocks.1.mlp.up", "decoder.blocks.1.mlp.down"),
@@ -205,7 +206,7 @@ def test_a_conversation_forgets_what_it_heard_under_edits_that_are_gone(layout, 
         with lm.session(**ASKED) as session:
             for number, question in enumerate(turns):
                 if again:
-                    session._seat.held.keys = []
+                    inside(session)._seat.held.keys = []
                 with lm.edited(edits) if number == 1 else nullcontext():
                     answers.append(session.ask(question).answer())
         return answers

@@ -28,7 +28,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.tasks import Turn, answer, prompt, system_message
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import ASKED, WARM, answered, plain_hidden
+from tests.generate.session_toys import ASKED, WARM, answered, inside, plain_hidden
 
 ROW = 120
 TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, "max_seconds": 0.4, "max_tokens": 15}
@@ -109,8 +109,8 @@ def test_a_plan_holds_what_the_next_question_finds() -> None:
 
 def reference(lm: SpeechLM, session: Session) -> list[Tensor]:
     """Keys and values of the row that a fresh prefill makes of what stays, per layer [H, C, D]."""
-    held = session._past[forgotten(lm.layout, session._past, session._system, ROW) :]
-    columns, _ = lay_out(lm.layout, held, None, session._system)
+    held = inside(session)._past[forgotten(lm.layout, inside(session)._past, inside(session)._system, ROW) :]
+    columns, _ = lay_out(lm.layout, held, None, inside(session)._system)
     cache = lm.model.make_cache(1, ROW, chunk=ROW)
     with torch.inference_mode():
         prefill(lm.model, cache, [0], pack(lm.layout, [columns], [e.features for e in held if e.features is not None]))
@@ -125,9 +125,9 @@ def test_the_row_is_that_of_a_fresh_prefill(layout: Layout, system: str) -> None
         for turn in range(9):
             session.ask(*ASKED[turn % 5]).answer()
             wait_until_fed(lm)
-            seat, runner = session._seat, lm.engine.runner
+            seat, runner = inside(session)._seat, lm.engine.runner
             assert seat is not None and runner is not None and seat.slot is not None
-            if not forgotten(layout, session._past, session._system, ROW):
+            if not forgotten(layout, inside(session)._past, inside(session)._system, ROW):
                 continue
             expected = reference(lm, session)
             for mine, own in zip((*runner.cache.keys, *runner.cache.values), expected, strict=True):
@@ -145,8 +145,10 @@ def test_sixty_turns_feed_only_their_questions(begun: list[tuple[Tensor, int]]) 
         for turn in range(60):
             reply = session.ask(*ASKED[turn % 5]).answer()
             assert reply.ended in ("end", "length")
-            assert session._last is not None
-            fresh.append(len(session._last.keys) - begun[-1][1] - len(prompt(lm.layout, session._last.exchange.turn)))
+            assert inside(session)._last is not None
+            fresh.append(
+                len(inside(session)._last.keys) - begun[-1][1] - len(prompt(lm.layout, inside(session)._last.exchange.turn))
+            )
             lengths.append(len(session.turns))
             wait_until_fed(lm)
     # the last column of an answer, or all columns of one that was cut: never what was fed before
@@ -238,8 +240,8 @@ def test_what_was_heard_stays_after_a_barge_in(layout: Layout, begun: list[tuple
             events = session.ask(*ASKED[turn % 5])
             kept = session.turns
             next(events)
-            assert session._last is not None
-            expected = plain_hidden(lm, kept, session._last.exchange.turn)
+            assert inside(session)._last is not None
+            expected = plain_hidden(lm, kept, inside(session)._last.exchange.turn)
             torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
             if after:
                 list(events)
@@ -258,7 +260,7 @@ def test_adapters_act_on_what_is_fed_ahead_and_may_go(layout: Layout, folders: P
         for turn in range(5):
             session.ask(*ASKED[turn]).answer()
         lm.remove_adapter("mine")
-        refill = plan(lm.layout, session._seat or Seat(0), [*session._past] * 3, (), session._selection)
+        refill = plan(lm.layout, inside(session)._seat or Seat(0), [*inside(session)._past] * 3, (), inside(session)._selection)
         assert refill is not None
         lm.engine.refill(refill)
         wait_until_fed(lm)
@@ -287,7 +289,7 @@ def test_a_closed_conversation_is_fed_no_more() -> None:
     session = lm.session(**TALK)
     for turn in range(5):
         session.ask(*ASKED[turn]).answer()
-    refill = plan(lm.layout, session._seat or Seat(0), session._past * 3, (), None)
+    refill = plan(lm.layout, inside(session)._seat or Seat(0), inside(session)._past * 3, (), None)
     session.close()
     assert refill is not None
     lm.engine.refill(refill)

@@ -22,7 +22,7 @@ from omni.lora.attach import activate, add_adapter, remove_adapter
 from omni.lora.config import LoRAConfig
 from tests.generate.conftest import SHAPES
 from tests.generate.listening_toys import listener, pieces, same, sound, wait_until_heard
-from tests.generate.session_toys import TALKATIVE
+from tests.generate.session_toys import TALKATIVE, inside
 
 QUESTIONS: list[tuple[Any, str]] = [
     (sound(0.7, 1), "A1A2"), ("and then?", "T1A2"), (sound(1.4, 2), "A1A2"), (sound(0.2, 3), "A1T2"), (sound(2.0, 4), "A1A2")
@@ -203,7 +203,7 @@ def test_who_only_reads_is_stepped_between(monkeypatch: pytest.MonkeyPatch) -> N
         for piece in sound(2.0, 5).split(1600):
             listening.push(piece)
         end = time.monotonic() + 20
-        while listening._sound.due:
+        while inside(two)._hears.due:
             assert time.monotonic() < end
             time.sleep(0.001)
         before, end = count[0], time.monotonic() + 20

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
+from omni.config import ModelConfig
+from omni.engine import link
 from omni.engine.child import Child
-from omni.engine.link import Link
-from omni.engine.process import EngineProcess, RemoteSession
-from omni.engine.wire import ModelFacts
+from omni.engine.process import EngineProcess
 from omni.errors import UserError
+from omni.generate.session import Session, Sessions
 from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_model
@@ -84,7 +85,7 @@ def test_iterators_are_heard_there(lm: SpeechLM, engine: EngineProcess) -> None:
 
 
 def test_a_sound_that_is_dropped_or_cancelled_leaves_nothing_there(lm: SpeechLM, engine: EngineProcess) -> None:
-    def cancelled(session: RemoteSession) -> Iterator[Tensor]:
+    def cancelled(session: Session) -> Iterator[Tensor]:
         yield sound(0.9)
         session.cancel()
         yield sound(0.1)
@@ -116,19 +117,24 @@ def test_a_sound_that_is_dropped_or_cancelled_leaves_nothing_there(lm: SpeechLM,
         third.push(sound(0.1))
 
 
-class Here:
+class Here(Sessions):
     """An engine's process whose threads are in this one."""
 
     def __init__(self, lm: SpeechLM) -> None:
         ours, theirs = Pipe()
-        self.lm, self.child = lm, Child(theirs, lm, None)
-        self.link = Link(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
+        self.lm, self.child, self.tokenizer = lm, Child(theirs, lm, None), lm.tokenizer
+        self._link = link.Pipe(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
 
-    def session(self, **options: Any) -> RemoteSession:
-        number = self.link.number()
-        self.link.request("session", number, options)
-        facts = ModelFacts(self.lm.config, repr(self.lm), "echo", 100, 25.0)
-        return RemoteSession(self.link, number, facts, self.lm.tokenizer, "read", None)
+    @property
+    def config(self) -> ModelConfig:
+        return self.lm.config
+
+    @property
+    def sample_rate(self) -> int:
+        return self.lm.sample_rate
+
+    def _start(self, number: int, values: dict[str, Any]) -> None:
+        self._link.request("session", number, values)
 
 
 def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int]) -> None:
@@ -152,5 +158,5 @@ def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int])
                 patch.setattr("omni.engine.wire.LARGEST", 2000)  # bytes of a message
                 session.ask(listening).answer()
             assert left[-1] <= CHUNK + 2
-            assert not here.child._sounds
+            assert all(talk._hears is None for talk in here.child.conversations.values())
     here.child._pipe.close()

@@ -21,6 +21,7 @@ from omni.generate.runner import Runner
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
+from tests.generate.session_toys import inside
 
 LONG: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_seconds": 1.2, "pace": "live"}
 
@@ -133,7 +134,7 @@ def test_a_live_row_rests_when_its_listener_holds_enough(lm: SpeechLM) -> None:
         next(event for event in events if hasattr(event, "samples"))
         start = time.perf_counter()
         time.sleep(0.4)
-        running = session._last
+        running = inside(session)._last
         assert running is not None
         sounded = running.written - lm.layout.max_delay - 1
         played = (time.perf_counter() - start) * 25
@@ -232,7 +233,7 @@ def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM) -> None
         events = asleep.ask("hello", "T1T2")
         next(events)
         deadline = time.perf_counter() + 20
-        while asleep._last is not None and not asleep._last.over and time.perf_counter() < deadline:
+        while inside(asleep)._last is not None and not inside(asleep)._last.over and time.perf_counter() < deadline:
             time.sleep(0.02)
         assert awake.ask("hello", "T1T2").answer().ended in ("end", "length")
         ended = list(events)[-1]
@@ -244,7 +245,7 @@ def test_a_live_listener_who_never_reads_loses_its_answer_and_others_go_on(lm: S
     lm.start_engine(slots=2, patience=0.05)
     with lm.session(**LONG | {"max_seconds": 10.0}) as asleep, lm.session(**LONG) as awake:
         unread, read = asleep.ask("hello", "T1A2"), list(awake.ask("hello", "T1A2"))
-        assert asleep._last is not None and asleep._last.left.wait(20) and asleep._last.written < 60
+        assert inside(asleep)._last is not None and inside(asleep)._last.left.wait(20) and inside(asleep)._last.written < 60
         ended = list(unread)[-1]
         assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.05 s" in ended.error
         assert not asleep.turns and len(awake.turns) == 1
@@ -301,7 +302,7 @@ def test_questions_on_their_way_in_are_waited_for_and_told_of_failures(lm: Speec
         events = session.ask("hello", "T1T2")
         while lm.engine._intake.entering is None:
             time.sleep(0.001)
-        assert lm.engine.drain(20) and session._last is not None and session._last.left.wait(5)
+        assert lm.engine.drain(20) and inside(session)._last is not None and inside(session)._last.left.wait(5)
         assert next(event for event in events if isinstance(event, Ended)).reason in ("end", "length")
 
 

@@ -17,7 +17,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import TALKATIVE
+from tests.generate.session_toys import TALKATIVE, inside
 
 ENCODER = WhisperConfig(width=16, heads=2, layers=2, window_seconds=3.0, mode="chunked", long_audio="split", chunk_ms=160)
 CHUNK = 4
@@ -84,7 +84,7 @@ def same(one: Any, other: Any) -> None:
 def same_cache(lm: SpeechLM, one: Session, other: Session) -> None:
     """Both rows hold the same columns, and keys and values of them."""
     wait_until_heard(lm)
-    runner, (a, b) = lm.engine.runner, (one._seat, other._seat)
+    runner, (a, b) = lm.engine.runner, (inside(one)._seat, inside(other)._seat)
     assert runner is not None and a is not None and b is not None and a.slot is not None and b.slot is not None
     assert [(*key[:-2], key[-1]) for key in a.held.keys] == [(*key[:-2], key[-1]) for key in b.held.keys]
     cache, low = runner.cache, 0 if runner.cache.window is None else len(a.held.keys) - runner.cache.window
@@ -99,7 +99,7 @@ def same_history(one: Session, other: Session) -> None:
     for a, b in zip(one.history, other.history, strict=True):
         assert (a.role, a.text, a.tokens, a.cut, a.seconds) == (b.role, b.text, b.tokens, b.cut, b.seconds)
         assert (a.codes is None) == (b.codes is None) and (a.codes is None or a.codes.equal(b.codes))
-    for x, y in zip(one._past, other._past, strict=True):
+    for x, y in zip(inside(one)._past, inside(other)._past, strict=True):
         assert (x.clip is None) == (y.clip is None) and (x.clip is None or y.clip is None or x.clip.equal(y.clip))
         if x.features is not None and y.features is not None:
             assert_near(x.features, y.features, 1e-5)

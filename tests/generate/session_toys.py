@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omni.engine.conversation import Conversation
 from omni.generate.results import Answer
 from omni.generate.sampling import Sampling
+from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Turn, answer, join, prompt
 from tests.generate.conftest import features_of, tone
@@ -27,6 +29,12 @@ async def answered(session: Any, *asked: Any) -> Answer:
         events = [event async for event in stream]
     whole: Answer = session.whole(events, stream.running)
     return whole
+
+
+def inside(session: Session) -> Conversation:
+    """A session's conversation in the engine of this process."""
+    conversation: Conversation = session._link.desk.conversations[session._number]  # type: ignore[attr-defined]
+    return conversation
 
 
 def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Tensor:

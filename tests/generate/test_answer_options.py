@@ -16,7 +16,7 @@ from omni.layout import Layout
 from omni.tasks import Turn, answer, join, prompt
 from omni.text import Tokenizer
 from tests.generate.conftest import EchoCodec, EchoStream, make_model
-from tests.generate.session_toys import TALKATIVE
+from tests.generate.session_toys import TALKATIVE, inside
 
 SPOKEN: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 2.0, "seed": 5}
 
@@ -102,7 +102,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(lm: SpeechLM, heat: floa
     options: dict[str, Any] = {"sampling": Sampling(heat, top_k=3 if heat else 0), "max_seconds": 0.5, "seed": 2}
     with lm.session(logprobs=True, text_assist=assist, **options) as session:
         found = session.ask("go on", "T1A2").answer()
-        columns = list(session._last.reply.columns)  # type: ignore[union-attr]
+        columns = list(inside(session)._last.reply.columns)  # type: ignore[union-attr]
     layout, question = lm.layout, Turn("T1A2", question=tuple(lm.tokenizer.encode("go on")))
     asked = prompt(layout, question)
     fed = torch.cat([asked.tokens, torch.tensor(columns).T], dim=1)

@@ -20,7 +20,7 @@ from omni.generate.runner import Runner
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import ASKED, CLIPS, TALKATIVE, answered
+from tests.generate.session_toys import ASKED, CLIPS, TALKATIVE, answered, inside
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_plain_stream_that_is_dropped_unread_frees_its_row(lm: SpeechLM) -> No
     with lm.session(max_seconds=70.0) as session:
         session.ask("go on", "T1A2")
         gc.collect()
-        assert session._last is not None and session._last.settled and session._last.left.wait(30)
+        assert inside(session)._last is not None and inside(session)._last.settled and inside(session)._last.left.wait(30)
 
 
 async def taken(stream: AnswerStream) -> list[Any]:
@@ -266,7 +266,7 @@ def test_one_that_is_not_read_holds_nobody_else(lm: SpeechLM) -> None:
     with lm.session(max_seconds=70.0) as stuck, lm.session(max_seconds=0.6) as session:
         events = stuck.ask("go on", "T1A2")
         assert session.ask("go on", "T1A2").answer().ended != "error"
-        running = stuck._last
+        running = inside(stuck)._last
         for _ in range(2000):
             if running is not None and running.resting:
                 break

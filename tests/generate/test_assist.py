@@ -14,6 +14,7 @@ from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, prompt
 from tests.generate.conftest import features_of, last_logits, make_lm, tone
+from tests.generate.session_toys import inside
 
 CLIP = tone(0.4)
 STEPS = 25
@@ -78,13 +79,13 @@ def test_assisted_answers_equal_the_slow_way(
 
     with lm.session(text_assist=True, max_seconds=1.0) as session:
         events = list(session.ask(question, task))
-        assert session._last is not None
-        mine = torch.tensor(session._last.reply.columns).T[:, :STEPS]
+        assert inside(session)._last is not None
+        mine = torch.tensor(inside(session)._last.reply.columns).T[:, :STEPS]
         assert torch.equal(mine, columns[:, : mine.shape[1]])
         assert list(session.turns[0].text or ()) == text
         assert "".join(e.text for e in events if isinstance(e, TextDelta)) == lm.tokenizer.decode(text)
         # A column is fed for each but the last; the text row goes with the column that ends the text.
-        assert batches == [2] * len(text) + [1] * (len(session._last.reply.columns) - 1 - len(text))
+        assert batches == [2] * len(text) + [1] * (len(inside(session)._last.reply.columns) - 1 - len(text))
 
     alone = lm.generate(question, task, max_seconds=1.0)
     assert list(alone.tokens) != text  # the assist matters

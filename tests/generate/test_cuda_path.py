@@ -33,6 +33,7 @@ from omni.model.linears import linears_of
 from omni.model.speech_model import SpeechModel
 from omni.utils import hardware
 from tests.generate.conftest import LAYOUTS, make_lm, tone
+from tests.generate.session_toys import inside
 from tests.generate.test_runner import begin
 
 TURNS: list[tuple[Any, str]] = [(tone(0.3), "A1A2"), ("and then?", "T1A2"), ("hm", "T1T2"), ("say", "T1A1")]
@@ -206,8 +207,8 @@ def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner])
     with lm.session(max_tokens=20) as session:
         list(session.ask("hello", "T1T2"))
         (runner,) = as_if_on_a_gpu
-        assert session._last is not None
-        assert int(runner.state.cursor.step[0]) == len(session._last.reply.columns) + 1
+        assert inside(session)._last is not None
+        assert int(runner.state.cursor.step[0]) == len(inside(session)._last.reply.columns) + 1
 
 
 @pytest.mark.long

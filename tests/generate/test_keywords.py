@@ -16,6 +16,7 @@ from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from tests.generate.conftest import LAYOUTS, make_lm, tone
+from tests.generate.session_toys import inside
 
 SAMPLING = {
     "openai": ({"temperature": 0.7, "top_p": 0.9}, Sampling(0.7, top_p=0.9)),
@@ -47,7 +48,7 @@ def test_every_door_takes_them(layout: Layout) -> None:
     assert "".join(e.text for e in lm.stream("hello", "T1A2", **given) if isinstance(e, TextDelta)) == wanted.text
     assert lm.generate(["hello", "you"], "T1A2", **given)[0].tokens == wanted.tokens
     with lm.session(**given) as session:
-        assert session.options.sampling == Sampling(0.9, 20)
+        assert inside(session).options.sampling == Sampling(0.9, 20)
     assert wanted.tokens != lm.generate("hello", "T1A2", **limits).tokens
 
 
@@ -149,8 +150,8 @@ def test_the_next_turn_knows_only_what_came_before_the_stop(lm: SpeechLM) -> Non
         past = session.turns
     assert lm.tokenizer.decode(past[1].text or ()) == second.text
     with lm.session(stop=whole.text[8:10], **options) as session:
-        session._past = [Exchange(past[0], 0)]  # as if nothing had been cut
-        session._asked = 1
+        inside(session)._past = [Exchange(past[0], 0)]  # as if nothing had been cut
+        inside(session)._asked = 1
         assert session.ask("and?", "T1T2").answer().tokens == second.tokens
 
 

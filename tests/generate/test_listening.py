@@ -41,7 +41,7 @@ from tests.generate.listening_toys import (
     sound,
     wait_until_heard,
 )
-from tests.generate.session_toys import answered
+from tests.generate.session_toys import answered, inside
 
 __all__ = ["left"]
 
@@ -107,7 +107,7 @@ def test_the_time_counts_from_the_question_s_end(lm: SpeechLM, monkeypatch: pyte
             started.append(bool(ended))
             super().__init__(*values)
 
-    monkeypatch.setattr("omni.generate.conversation.Clock", Watched)
+    monkeypatch.setattr("omni.generate.session.Clock", Watched)
     with lm.session(**TALK) as session:
         timings = session.ask(coming()).answer().timings
     assert started == [True] and 0 < timings.encode <= timings.prefill <= (timings.first_audio or 0)
@@ -183,7 +183,7 @@ def test_other_rates_types_and_two_channels(lm: SpeechLM, rate: int) -> None:
             wait_until_heard(lm)
             same(session.ask(listening).answer(), other.ask(question, sample_rate=rate).answer())
             assert len(told) == 2 * (question is not mono and int(question.sum()) == 0)
-            (one,), (two,) = session._past, other._past
+            (one,), (two,) = inside(session)._past, inside(other)._past
             assert one.clip is not None and two.clip is not None
             torch.testing.assert_close(one.clip, two.clip, rtol=1e-6, atol=1e-6)
 
@@ -300,7 +300,7 @@ def test_listens_take_turns(lm: SpeechLM) -> None:
     with lm.session() as one, lm.session() as two:
         for session in (one, two):
             session._listen = lambda: None  # type: ignore[method-assign]
-        seats = [one._seat, two._seat]
+        seats = [inside(one)._seat, inside(two)._seat]
         every = [Listen(seat, FeatureStream(lm.model, "A1A2"), ()) for seat in seats if seat is not None]
         for each in every:
             listens.put(each)

@@ -36,7 +36,7 @@ from tests.generate.listening_toys import (
     sound,
     wait_until_heard,
 )
-from tests.generate.session_toys import answered
+from tests.generate.session_toys import answered, inside
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_listening_that_nobody_has_any_more_is_dropped(lm: SpeechLM) -> None:
         listening.push(sound(1.0))
         wait_until_heard(lm)
         del listening
-        assert session._hears is None and not lm.engine._requests.listens.open()
+        assert inside(session)._hears is None and not lm.engine._requests.listens.open()
         same(session.ask(sound(0.5)).answer(), other.ask(sound(0.5)).answer())
         same_cache(lm, session, other)
 
@@ -240,7 +240,7 @@ def test_iterators_that_fail_are_listened_to_no_more(lm: SpeechLM) -> None:
         for bad, error in ((breaks(), ZeroDivisionError), (iter([sound(0.5), "text"]), UserError), (iter([]), UserError)):
             with pytest.raises(error):
                 session.ask(bad)
-            assert not lm.engine._requests.listens.open() and session._hears is None
+            assert not lm.engine._requests.listens.open() and inside(session)._hears is None
 
         async def run() -> None:
             async def coming() -> AsyncIterator[Any]:
@@ -251,12 +251,12 @@ def test_iterators_that_fail_are_listened_to_no_more(lm: SpeechLM) -> None:
                 await answered(session, coming())
 
         asyncio.run(run())
-        assert not lm.engine._requests.listens.open() and session._hears is None
+        assert not lm.engine._requests.listens.open() and inside(session)._hears is None
         same(session.ask(sound(0.3)).answer(), other.ask(sound(0.3)).answer())
     with lm.session(**TALK | {"context": 40}) as session:
         with pytest.raises(UserError, match="history and question take"):
             session.ask(iter(sound(2.0).split(1000)))
-        assert session._hears is None and not session.turns
+        assert inside(session)._hears is None and not session.turns
         listening = session.listen()  # one that is held is kept
         listening.push(sound(2.0))
         for _ in range(2):
@@ -330,23 +330,23 @@ def test_slots_are_taken_where_they_are_idle_and_nobody_waits(monkeypatch: pytes
         for listening in (a, b):
             listening.push(sound(1.0))
         wait_until_heard(lm)
-        held = [session._seat.slot for session in (one, two, three)]  # type: ignore[union-attr]
+        held = [inside(session)._seat.slot for session in (one, two, three)]  # type: ignore[union-attr]
         assert sorted(held[:2]) == [0, 1] and held[2] is None  # type: ignore[type-var]
         c = three.listen()
         c.push(sound(1.0, 2))
         end = time.monotonic() + 5
-        while c._sound.known < 6 * CHUNK:  # it is encoded, and has no slot: the others are listened to
+        while inside(three)._hears.known < 6 * CHUNK:  # it is encoded, and has no slot: the others are listened to
             assert time.monotonic() < end
             time.sleep(0.001)
         time.sleep(0.02)
-        assert three._seat is not None and three._seat.slot is None
+        assert inside(three)._seat is not None and inside(three)._seat.slot is None
         b.drop()
         c.push(sound(0.2, 3))
         end = time.monotonic() + 5
-        while three._seat.slot is None:
+        while inside(three)._seat.slot is None:
             assert time.monotonic() < end
             time.sleep(0.001)
-        assert two._seat is not None and two._seat.slot is None
+        assert inside(two)._seat is not None and inside(two)._seat.slot is None
         answers = [one.ask(a).answer(), two.ask(sound(0.4)).answer(), three.ask(c).answer()]
     for questions, found in zip(
         ([sound(0.3), sound(1.0)], [sound(0.3, 1), sound(0.4)], [torch.cat([sound(1.0, 2), sound(0.2, 3)])]),
@@ -371,11 +371,11 @@ def test_a_cache_does_not_grow_while_somebody_is_answered(monkeypatch: pytest.Mo
         before = len(grown)
         listening = two.listen()
         listening.push(sound(1.0))
-        while listening._sound.due:
+        while inside(two)._hears.due:
             next(events)
         for _ in range(20):
             next(events)
-        if two._seat is not None and two._seat.slot is None:
+        if inside(two)._seat is not None and inside(two)._seat.slot is None:
             assert len(grown) == before
         one.cancel()
         assert isinstance(list(events)[-1], Ended)

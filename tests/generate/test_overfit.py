@@ -14,6 +14,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import IGNORE, Layout
 from omni.tasks import Columns, Turn, example
 from tests.generate.conftest import features_of, make_lm, tone
+from tests.generate.session_toys import inside
 
 CLIPS = [tone(0.25), tone(0.35, 700.0)]
 
@@ -95,8 +96,8 @@ def test_overfit_then_say_it_back(layout: Layout) -> None:
 def check_cache(lm: SpeechLM, session: Session, turns: list[Turn]) -> None:
     """What the session's cache holds are the training example's columns: all but the last, which waits for a question."""
     columns = example(lm.layout, turns).tokens
-    fed = torch.tensor(session._seat.held.keys)[:, : len(lm.layout)].T
+    fed = torch.tensor(inside(session)._seat.held.keys)[:, : len(lm.layout)].T
     if lm.layout.fill == "pad":
         assert torch.equal(fed, columns[:, :-1])
-    held = lm.engine.runner.cache.positions[session._seat.slot]  # type: ignore[union-attr]
+    held = lm.engine.runner.cache.positions[inside(session)._seat.slot]  # type: ignore[union-attr]
     assert int((held >= 0).sum()) == columns.shape[1] - 1

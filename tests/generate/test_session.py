@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from omni.engine import conversation as session_module
 from omni.errors import UserError
-from omni.generate import session as session_module
 from omni.generate.prefill import Prefill
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
 from omni.generate.runner import Runner
@@ -22,7 +22,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import IGNORE, Layout
 from omni.tasks import example, prompt
 from tests.generate.conftest import make_lm
-from tests.generate.session_toys import ASKED, TALKATIVE, WARM, plain_hidden
+from tests.generate.session_toys import ASKED, TALKATIVE, WARM, inside, plain_hidden
 
 
 def ask(lm: SpeechLM, session: Session, begun: list[tuple[Tensor, int]], turn: int) -> Iterator[Event]:
@@ -30,8 +30,8 @@ def ask(lm: SpeechLM, session: Session, begun: list[tuple[Tensor, int]], turn: i
     history = session.turns
     events = session.ask(*ASKED[turn % 5])
     first = next(events)
-    assert session._last is not None
-    expected = plain_hidden(lm, history, session._last.exchange.turn)
+    assert inside(session)._last is not None
+    expected = plain_hidden(lm, history, inside(session)._last.exchange.turn)
     torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
     return chain([first], events)
 
@@ -146,7 +146,7 @@ def check_delivered(session: Session, taken: list[Event], later: bool = False) -
     samples = torch.cat([e.samples for e in taken if isinstance(e, AudioChunk)])
     frames = len(samples) // 4
     assert turn.codes is not None and turn.codes.shape[1] == frames > 0
-    whole = session.codec.decode(torch.cat([turn.codes, turn.codes[:, :1]], dim=1))  # type: ignore[union-attr]
+    whole = inside(session).codec.decode(torch.cat([turn.codes, turn.codes[:, :1]], dim=1))  # type: ignore[union-attr]
     assert torch.equal(whole[: 4 * (frames - 1)], samples[: 4 * (frames - 1)])
     assert session.tokenizer.decode(turn.text or ()) == "".join(e.text for e in taken if isinstance(e, TextDelta))
 
@@ -184,11 +184,11 @@ def test_after_a_cut_the_answer_is_that_of_a_conversation_in_which_only_this_was
         first_frames(session.ask(*ASKED[0]), 9)
         session.cancel(played_seconds=played)
         second = session.ask(*ASKED[1])
-        cut = session._past[0]
+        cut = inside(session)._past[0]
         list(second)
         interrupted = session.turns[-1]
     with chatty.session(**kwargs) as fresh:
-        fresh._past, fresh._asked = [cut], 1
+        inside(fresh)._past, inside(fresh)._asked = [cut], 1
         fresh.ask(*ASKED[1]).answer()
         assert fresh.turns[-1].text == interrupted.text
         assert torch.equal(fresh.turns[-1].codes, interrupted.codes)  # type: ignore[arg-type]
@@ -217,10 +217,10 @@ def test_training_writes_a_cut_answer_as_a_session_feeds_it(
     with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, max_tokens=12) as session:
         cut(session, ask(chatty, session, begun, 1))
         events = ask(chatty, session, begun, 2)
-        assert session._last is not None
-        known = session._seat.held.keys[: len(session._last.keys)]
+        assert inside(session)._last is not None
+        known = inside(session)._seat.held.keys[: len(inside(session)._last.keys)]
         fed = torch.tensor([key[: len(layout)] for key in known]).T
-        asked = replace(session._last.exchange.turn, text=(1,))
+        asked = replace(inside(session)._last.exchange.turn, text=(1,))
         whole = example(layout, [*(replace(turn, cut=True) for turn in session.turns), asked])
         assert torch.equal(whole.tokens[:, : fed.shape[1]], fed)
         before = fed.shape[1] - len(prompt(layout, asked))
@@ -339,12 +339,12 @@ def test_a_closed_session_s_iterator_leaves_the_next_owner_of_its_cache_alone(ch
         alone = said_by(session.ask(*ASKED[0]))
     with chatty.session(**kwargs) as session:
         old = held(session, 1)
-        runner, slot = chatty.engine.runner, session._seat.slot
+        runner, slot = chatty.engine.runner, inside(session)._seat.slot
     with chatty.session(**kwargs) as session:
         new = session.ask(*ASKED[0])
         first = [next(new), next(new)]
         assert reason(old) == "cancelled"
-        assert chatty.engine.runner is runner and session._seat.slot == slot
+        assert chatty.engine.runner is runner and inside(session)._seat.slot == slot
         assert said_by(chain(first, new)) == alone
 
 
@@ -366,11 +366,11 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
 
         threads: list[threading.Thread] = []
         monkeypatch.setattr(session_module, "fit", slowly)
-        before = list(session._past)
+        before = list(inside(session)._past)
         events = session.ask(*ASKED[4])
         for thread in threads:
             thread.join(30)
-        assert all(a is b for a, b in zip(before, session._past[:-1], strict=True))
+        assert all(a is b for a, b in zip(before, inside(session)._past[:-1], strict=True))
         assert reason(events) == "cancelled"
 
 

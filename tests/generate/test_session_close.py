@@ -20,6 +20,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_lm, make_model
+from tests.generate.session_toys import inside
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,10 +121,10 @@ BAD: list[dict[str, Any]] = [
 def test_a_bad_cancel_is_refused_and_the_answer_goes_on(lm: SpeechLM, bad: dict[str, Any]) -> None:
     with lm.session(max_seconds=0.4, max_tokens=30) as session:
         whole = session.ask("go on", "T1A2", seed=1).answer()
-        kept = session._past[-1]
+        kept = inside(session)._past[-1]
         with pytest.raises(UserError, match=[*bad][-1]):
             session.cancel(**bad)
-        assert session._past[-1] is kept
+        assert inside(session)._past[-1] is kept
         events = session.ask("go on", "T1A2", seed=1)
         taken = [next(events)]
         with pytest.raises(UserError, match=[*bad][-1]):

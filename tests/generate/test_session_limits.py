@@ -23,7 +23,7 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, example
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import ASKED, WARM, plain_hidden
+from tests.generate.session_toys import ASKED, WARM, inside, plain_hidden
 
 # --- room ---------------------------------------------------------------------------------------------------------------
 
@@ -64,8 +64,8 @@ def test_a_system_message_is_before_every_question_and_never_forgotten(layout: L
             kept = session.turns
             assert not kept or kept[0].system == ids
             next(events)
-            assert session._last is not None
-            asked = session._last.exchange.turn
+            assert inside(session)._last is not None
+            asked = inside(session)._last.exchange.turn
             expected = plain_hidden(lm, kept, asked if kept else replace(asked, system=ids))
             torch.testing.assert_close(begun[-1][0], expected, rtol=1e-4, atol=1e-5)
             list(events)

@@ -15,7 +15,7 @@ from omni.audio.io import audio_info, read_audio
 from omni.checkpoint.folder import save_folder
 from omni.codec.registry import CODECS, CodecSpec
 from omni.cpu.int8 import Int8Linear
-from omni.engine.client import Running
+from omni.engine.answer import Running
 from omni.errors import UserError
 from omni.generate.options import GREEDY, AnswerOptions, OptionValues
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -24,6 +24,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, tone
+from tests.generate.session_toys import inside
 
 QUESTIONS: list[Any] = [tone(0.3), "hello you", tone(0.5, 500.0), "and you over there, who are you?", "x", tone(0.2)]
 TASKS = ["A1A2", "T1A2", "A1T2", "T1A1", "T1T2", "A1T1"]
@@ -170,7 +171,11 @@ def test_caches_are_used_again(lm: SpeechLM) -> None:
     with lm.session() as one, lm.session() as two, lm.session(context=100) as three:
         for session in (one, two, three):
             assert session.ask("one question", "T1A2").answer().tokens[: len(first.tokens)] == first.tokens
-        assert len(lm.engine.runner.rows) == 4 and {one._seat.slot, two._seat.slot, three._seat.slot} == {0, 1, 2}
+        assert len(lm.engine.runner.rows) == 4 and {
+            inside(one)._seat.slot,
+            inside(two)._seat.slot,
+            inside(three)._seat.slot,
+        } == {0, 1, 2}
 
 
 def test_an_empty_batch_and_no_codec(layout: Layout) -> None:

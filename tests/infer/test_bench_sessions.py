@@ -31,9 +31,9 @@ from infer.bench.people import AnswerListener, LiveLoad, PlayedAudio, Workload
 from omni import plugins
 from omni.codec.registry import CODECS, load_codec
 from omni.config import to_dict
-from omni.engine.process import RemoteSession
 from omni.engine.stats import EngineStats, Percentiles, StepCost, StepCosts
 from omni.generate.results import AudioChunk, Ended, Event, Timings
+from omni.generate.session import Session
 from omni.layout import Layout
 
 FRAME = 0.02
@@ -47,7 +47,7 @@ def until(done: Callable[[], bool]) -> None:
 
 
 class FakeAnswer:
-    """Gives chunks at given times after it was asked, in a thread, as `RemoteAnswer` does."""
+    """Gives chunks at given times after it was asked, in a thread, as `Listener` does."""
 
     def __init__(self, times: list[float]) -> None:
         self.changed, self.wake = threading.RLock(), None
@@ -111,7 +111,7 @@ class FakeEngine:
         self.log.append(("session", options))
         commit = lambda: self.log.append(("commit", len(answers)))  # noqa: E731
         calls = {"read": ask, "begin": lambda answer: None, "commit": commit, "cancel": cancel, "close": close}
-        return Mock(spec_set=RemoteSession, **calls)  # with no call that a session lacks
+        return Mock(spec_set=Session, **calls)  # with no call that a session lacks
 
     def count(self, kind: str) -> int:
         return sum(one == kind for one, _ in self.log)

@@ -37,6 +37,7 @@ from omni.layout import Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, prompt
 from omni.text import Tokenizer
+from tests.generate.session_toys import inside
 from tests.parity.checkout import Checkout, open_checkout, quiet
 from tests.parity.report import BOUND, compare, show
 from tests.parity.weights import FULL, SIZES, make_checkpoint
@@ -293,8 +294,9 @@ def write(s: Setting, lm: SpeechLM, task: str) -> tuple[list[tuple[int, ...]], T
     with lm.session(max_tokens=most, text_assist=task == "batch of two") as session:
         for _ in session.ask(question, "A1A2" if task == "batch of two" else task):
             pass
-        assert session._last is not None
-        reply = session._last.reply
+        running = inside(session)._last
+        assert running is not None
+        reply = running.reply
     ended = reply.reason == "end"
     return reply.columns[:-1] if ended else reply.columns, torch.tensor(reply.frames).reshape(-1, 7).T, ended
 

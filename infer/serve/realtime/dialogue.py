@@ -175,10 +175,9 @@ class Dialogue:
 
     def columns(self, events: AnswerStream) -> int:
         """Positions that the question of these events takes in the model's context: features of sound, or ids of text."""
-        running: Any = events.running
-        if running is None:
+        if events.running is None:
             return 0
-        turn = running.asked.turn if hasattr(running, "asked") else running.exchange.turn
+        turn = events.running.asked.turn
         return int(turn.features or len(turn.question))
 
     async def settled(self, events: AnswerStream) -> Message | None:

@@ -27,7 +27,7 @@ from infer.serve.keys import key_of
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, json_type, read_json
 from infer.serve.rest.answers import begun
 from infer.serve.telemetry import LOG
-from omni.engine.client import Pace
+from omni.engine.answer import Pace
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream, joined
 from omni.generate.results import Ended

@@ -10,12 +10,13 @@ import pytest
 
 from infer.serve.realtime.dialogue import turns_of
 from infer.serve.realtime.playback import TEXT_AHEAD, Pacer, SentOutlet
+from tests.generate.session_toys import inside
 from tests.infer.serve.conftest import Client, noise, pcm, sound_of
 
 
 def cached(client: Client) -> list[Any]:
     """Keys of the columns that the conversation's row of the cache holds, without the numbers of their turns."""
-    held = client.session.responses._dialogue._session._seat.held
+    held = inside(client.session.responses._dialogue._session)._seat.held
     return [(*key[:-2], key[-1]) for key in held.keys]
 
 
@@ -88,7 +89,7 @@ def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_sa
             answer = other.ask((np.round(np.clip(noise(0.5, 2), -1, 1) * 32767)).astype(np.int16), sample_rate=24_000).answer()
             assert answer.text == done["output"][0]["content"][0]["transcript"]
             assert np.array_equal(answer.codes.numpy(), codes_of(client)[1])
-            wanted = [(*key[:-2], key[-1]) for key in other._seat.held.keys]
+            wanted = [(*key[:-2], key[-1]) for key in inside(other)._seat.held.keys]
         assert cached(client) == wanted
 
     talk(body)

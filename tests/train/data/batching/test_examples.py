@@ -12,6 +12,7 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example, prompt
+from tests.generate.session_toys import inside
 from tests.test_layout import undelayed
 from tests.train.data.toys import ENCODER, MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.columns import turn_columns
@@ -43,7 +44,7 @@ def test_with_a_system_message_an_example_is_what_a_session_feeds(name, task, tm
     turn = row.turns[0]
     with lm.session(system="Be brief.", max_tokens=1) as session:
         session.ask(turn.question_audio.load(16000) if TASKS[task].question == "audio" else turn.question_text, task)
-        served = session._last.columns
+        served = inside(session)._last.columns
     start = len(served)
     assert served.tokens[-1, 1 : 1 + len("Be brief.")].tolist() == TOKENIZER.encode("Be brief.")
     assert torch.equal(made.columns.tokens[:, :start], served.tokens)

@@ -1,8 +1,10 @@
-"""An answer under way, as its listener, the stepping thread and the sound thread share it.
+"""An answer under way, as the engine makes it.
 
-The stepping thread owns the rows and counts what they wrote; the sound thread turns it into events (`put`); the listener takes
-them (`take`). What all of them read is guarded by `changed`. Nobody waits for a listener: one that does not read lets its row
-rest once it is `AHEAD` time steps behind; the row of a live one goes on, and ends once `UNREAD` seconds are left unread.
+The stepping thread owns the rows and counts what they wrote; the sound thread turns it into events, which `Running.put` sends
+to an outlet: the listener (`omni.engine.listener`), or the pipe to the process where it is. The listener tells how many it has
+taken: those are delivered. What the threads share is guarded by `changed`. Nobody waits for a listener: one that does not
+read lets its row rest once it is `AHEAD` time steps behind; the row of a live one goes on, and ends once `UNREAD` seconds are
+left unread.
 """
 
 from __future__ import annotations
@@ -12,8 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Literal, TypeVar, get_args
+from typing import Literal, Protocol, TypeVar, get_args
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ N = TypeVar("N", int, float)
 
 
 class Delivery:
-    """Counts what a listener takes of one answer; guarded by `changed` of its `omni.engine.client.Running`. `samples`:
+    """Counts what a listener takes of one answer; guarded by `changed` of its `Running`. `samples`:
     number of samples handed over."""
 
     def __init__(self, reply: Reply, codec: AudioCodec | None) -> None:
@@ -142,6 +143,26 @@ def check_pace(pace: Pace, when_full: WhenFull) -> tuple[Pace, WhenFull]:
     return pace, when_full
 
 
+class EventOutlet(Protocol):
+    """Takes the events of an answer: a `Listener`, or in the engine's process what sends them to one. `decodes`: takes sound as
+    codes; `changed`: guards the answer."""
+
+    decodes: bool
+    changed: threading.Condition
+
+    def put(self, event: Event | CodedSound, notify: bool = True) -> None:
+        """Take an event."""
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an exception for the listener, after the events so far."""
+
+    def notify(self) -> None:
+        """Wake the listener, for events that did not."""
+
+    def where(self) -> None:
+        """Have the listener tell how far it is; its row rests until it has taken more."""
+
+
 @dataclass(eq=False)
 class Running:
     """The turn that is being answered, or that was answered last.
@@ -150,15 +171,15 @@ class Running:
         exchange: the question; before: the conversation before it was asked.
         said: the exchanges of `columns`, of which some may wait for the encoder.
         columns, keys: the whole conversation up to the end of the question.
+        outlet: takes its events.
         fork: last column [K] of the second row of text assist, None without one.
         active: adapters and edits of its question's encoder and prefill.
         release: called when its rows are free; its adapter may be removed from then on.
         cancelled, settled: whether it is to stop; whether it is in the history.
         submitted: the engine has its question; over: `Ended` is among its events.
-        written: number of time steps that were written; `read` those whose events were taken.
+        written: number of time steps that were written; `read` those whose events were taken; `taken`, number of those events.
         resting: its row waits for a listener that is behind, since `rested`.
-        wake, hungry: called when there is an event, and when a listener that was behind has read.
-        reader: thread that waits for an event, 0 for none; -1 for a task.
+        hungry: called when a listener that was behind has read.
         live: whether somebody hears it as it comes; `frame_rate` of its sound, 0 without a codec.
         plays: when a live listener's sound began, by `time.perf_counter`, less the time in which it waited.
         coded: its sound goes to another process as codes.
@@ -176,6 +197,7 @@ class Running:
     start: Start
     release: Callable[[], None]
     clock: Clock
+    outlet: EventOutlet
     fork: Tensor | None = None
     active: Selection | None = None
     pace: Pace = "read"
@@ -190,6 +212,7 @@ class Running:
     written: int = 0
     processed: int = 0
     read: int = 0
+    taken: int = 0
     resting: bool = False
     rested: float = 0.0
     first_text: float | None = None
@@ -200,16 +223,13 @@ class Running:
     lateness: float | None = None
     underruns: int = 0
     failure: BaseException | None = None
-    wake: Callable[[], None] | None = None
     hungry: Callable[[], None] | None = None
-    reader: int = 0
-    changed: threading.Condition = field(default_factory=lambda: threading.Condition(threading.RLock()))
     left: threading.Event = field(default_factory=threading.Event)
     delivery: Delivery = field(init=False)
-    _events: deque[tuple[int, Event | CodedSound]] = field(default_factory=deque)
+    _sent: deque[tuple[int, Event | CodedSound]] = field(default_factory=deque)  # and not taken, each with its time step
 
     def __post_init__(self) -> None:
-        self.delivery = Delivery(self.reply, self.codec)
+        self.delivery, self.changed = Delivery(self.reply, self.codec), self.outlet.changed
         self.frame_rate = 0.0 if self.codec is None else self.codec.frame_rate
         self._speaks = self.codec is not None and self.task.audio
 
@@ -242,13 +262,14 @@ class Running:
             if self.ahead >= AHEAD:
                 self.resting, self.rested = True, time.perf_counter()
                 self.clock.hold()
+                self.outlet.where()
             return self.resting
         finally:
             self.changed.release()
 
     def _mark(self) -> None:
         """Note how far the listener has read."""
-        self.read = self._events[0][0] - 1 if self._events else self.processed
+        self.read = self._sent[0][0] - 1 if self._sent else self.processed
         if self.resting and self.ahead < AHEAD // 2:
             self.resting = False
             self.clock.go_on()
@@ -260,16 +281,10 @@ class Running:
     def step(self) -> None:
         """Note that the output of a time step was turned into events; `changed` is held."""
         self.processed += 1
-        if not self._events:
+        if not self._sent:
             self._mark()
 
-    def tell(self) -> None:
-        """Wake the listener; `changed` is held."""
-        self.changed.notify_all()
-        if self.wake is not None:
-            self.wake()
-
-    def put(self, event: Event | CodedSound, tell: bool = True) -> float | None:
+    def put(self, event: Event | CodedSound, notify: bool = True) -> float | None:
         """Give the listener an event; `changed` is held. Returns by how many seconds a live listener's sound was late."""
         now, late = self.clock.seconds, None
         if isinstance(event, TextDelta):
@@ -279,16 +294,16 @@ class Running:
             late = self._due(event)
         elif isinstance(event, Ended):
             self.over, self.total = True, now
-        self._events.append((self.processed, event))
-        if tell:
-            self.tell()
+            event = replace(event, timings=self.timings())
+        self._sent.append((self.processed, event))
+        self.outlet.put(event, notify)
         return late
 
     def fail(self, error: BaseException) -> None:
         """Raise an exception for the listener, instead of an end."""
         with self.changed:
             self.failure = error
-            self.tell()
+            self.outlet.fail(error)
 
     def _due(self, chunk: AudioChunk | CodedSound) -> float | None:
         """Seconds by which a live listener's chunk came after it was due; its first sound is due when it comes."""
@@ -310,51 +325,30 @@ class Running:
         assert self.plays is not None
         return frames - (now - self.plays) * self.frame_rate
 
-    # --- the listener -------------------------------------------------------------------------------------------------
+    # --- what the listener asks for -----------------------------------------------------------------------------------
 
-    def take(self) -> Event:
-        """Wait for the next event and take it; it counts as delivered. After a cancel there is only the end."""
+    def take(self, taken: int) -> None:
+        """Count events as delivered, up to the number `taken`; none of an answer that was stopped."""
         with self.changed:
-            self.reader = threading.get_ident()
-            try:
-                while not self._events and not self.cancelled and self.failure is None:
-                    self.changed.wait()
-                return self._taken()
-            finally:
-                self.reader = 0
-
-    def poll(self) -> Event | None:
-        """The next event, where there is one."""
-        with self.changed:
-            return self._taken() if self._events or self.cancelled or self.failure is not None else None
-
-    def coming(self, first: int) -> list[Event | CodedSound]:
-        with self.changed:  # of those that wait, from a number on
-            return [event for _, event in islice(self._events, first, None)]
-
-    def _taken(self) -> Event:
-        if self.cancelled:
-            error = self.reply.error
-            return Ended(self.ending if error is None else "error", self.timings(), error)
-        if self._events:
-            step, event = self._events.popleft()
+            while self.taken < taken and self._sent and not self.cancelled:
+                self.taken += 1
+                self.delivery.take(*self._sent.popleft())
             self._mark()
-            self.delivery.take(step, event)
-            return replace(event, timings=self.timings()) if isinstance(event, Ended) else event  # type: ignore[return-value]
-        assert self.failure is not None
-        raise self.failure
 
     def stop(self, reason: Reason = "cancelled", error: str | None = None) -> None:
         """Mark it as cancelled: its listener gets nothing more of it but an end for this reason."""
         with self.changed:
+            self._sent.clear()
             if not self.cancelled:
                 self.cancelled, self.ending = True, reason
                 if error is not None:
                     self.reply.fail(error)
-            self._events.clear()
-            self.changed.notify_all()
-            if self.wake is not None:
-                self.wake()
+                self.outlet.put(self.end())
+
+    def end(self) -> Ended:
+        """The end of an answer that was stopped."""
+        error = self.reply.error
+        return Ended(self.ending if error is None else "error", self.timings(), error)
 
     def timings(self) -> Timings:
         return Timings(
