@@ -68,9 +68,10 @@ def run(words: Sequence[str]) -> bool:
         all_imported()
         return ask(options, answers)
     if isinstance(options, ChatOptions):
-        options, notes = choose_model(options)
+        here = options.server is None and options.device_in != "list"
+        options, notes = choose_model(options) if here else (options, [])
         check_chat(options)
-        _tell([] if options.list_devices else notes)
+        _tell(notes)
         from infer.chat.chat import chat
 
         all_imported()

@@ -10,7 +10,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from infer.options import (
     BenchOptions,
     ChatOptions,
     DeviceOptions,
+    LocalOptions,
     QuantizeOptions,
     ServeOptions,
 )
@@ -40,7 +41,8 @@ PIPE = "-"  # standard input among the questions, standard output as a place for
 THREADS_PER_CORE = 4  # most threads per core; more would only wait for each other, and each takes a stack
 PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")  # options that only count with `--sessions`
 MOST_SESSIONS = 1024  # of a bench
-SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")  # modules that the extra `speaker` brings besides `sounddevice`
+SPEAKER_EXTRA = ("av", "fastapi", "itsdangerous", "onnxruntime", "prometheus_client", "silero_vad", "websockets")
+"""Modules that the extra `speaker` brings besides `sounddevice`."""
 
 SERVE_EXTRA = (
     *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
@@ -56,12 +58,6 @@ BENCH = {
     "barge_in": Bound(0, 1, "a share of the answers", whole=False),
 }
 """Bounds of the bench's own options."""
-
-CHAT = {
-    "threshold": Bound(0, 1, "0.5 is the default", whole=False),
-    "silence_duration_ms": Bound(0, 60_000, "500 is the default"),
-}
-"""Bounds of the chat's own options: the server's."""
 
 SERVE = {
     "port": Bound(0, 65_535, "0 takes a free one"),
@@ -362,20 +358,27 @@ def check_answer_file(path: str, inputs: Sequence[str]) -> Path:
     return target
 
 
+REMOTE = ("server", "system", "adapter", "temperature", "debug")
+"""Options of a chat's model that a server takes, besides the chat's own."""
+
+
 def check_chat(options: ChatOptions) -> None:
     """Checks the options of `chat`. UserError for the first bad option."""
-    if not options.list_devices:
-        check_options(options, {**BOUNDS, **CHAT})
-        if options.push_to_talk and options.headphones:
-            raise UserError(
-                "--push_to_talk and --headphones were given together, but a key begins questions then; leave one out"
-            )
-        if options.save is not None:
-            check_new_folder(options.save)
     load_sounddevice("chat", " (libportaudio2 on Debian and Ubuntu)")
     check_extra("chat", "speaker", SPEAKER_EXTRA)
-    if not options.list_devices:
+    if options.device_in == "list":
+        return
+    check_options(options, BOUNDS)
+    if options.turn_detection == "none" and options.headphones:
+        raise UserError("--turn_detection none: a key begins questions then; leave --headphones out")
+    if options.save is not None:
+        check_new_folder(options.save)
+    if options.server is None:
         check_model(DEFAULT_MODEL if options.model is None else options.model)
+        return
+    own = {field.name for field in fields(LocalOptions)} - set(REMOTE)
+    if unused := [f"--{name}" for name in sorted(own) if getattr(options, name) != getattr(ChatOptions(), name)]:
+        raise UserError(f"--server answers with a model of its own; leave out {', '.join(unused)}")
 
 
 def check_new_folder(folder: str) -> None:

@@ -115,22 +115,26 @@ class ChatOptions(LocalOptions):
     Ctrl-C twice, or Ctrl-D, leaves. With --headphones you also interrupt it by speaking. Needs the extra `speaker`.
     """
 
+    server: str | None = option(
+        None, "talk with a Realtime server at this address, instead of a model that is loaded here (key: OMNI_API_KEY)"
+    )
+
     headphones: bool = option(
         False, "the microphone does not hear the loudspeaker (headphones, or echo cancellation): speech interrupts an answer"
     )
-    push_to_talk: bool = option(False, "Enter begins and ends a question, instead of voice activity")
-    threshold: float = option(0.5, "probability of speech, by voice activity, above which a question begins")
-    silence_duration_ms: int = option(500, "milliseconds of silence after which a question has ended")
-    eagerness: str = option(
+    turn_detection: str = option(
         "auto",
-        "how soon a model with a turn head ends questions; or silence, for --silence_duration_ms",
-        choices=("low", "medium", "high", "auto", "silence"),
+        "what ends questions: none for Enter, which also begins them, server_vad for silence, semantic_vad for a model with a "
+        "turn head, which auto takes where there is one, or JSON of session.update's turn_detection",
     )
     transcribe: bool = option(False, "show what was heard, as the model transcribes it (task A1T1)")
-    device_in: str | None = option(None, "microphone: its number, or a part of its name; by default the system's")
+    device_in: str | None = option(
+        None, "microphone: its number, or a part of its name; by default the system's; list shows all devices"
+    )
     device_out: str | None = option(None, "loudspeaker: its number, or a part of its name; by default the system's")
-    list_devices: bool = option(False, "list microphones and loudspeakers, and do nothing else")
-    save: str | None = option(None, "new folder for questions and answers as WAV files, and for the conversation")
+    save: str | None = option(
+        None, "new folder for questions and answers as WAV files, and for the conversation of a model that is loaded here"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,41 @@
-"""`omni-infer chat`: a spoken conversation in a terminal."""
+"""`omni-infer chat`: a spoken conversation in a terminal, with a model that is loaded here or with a Realtime server."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-
+from infer.chat.connection import Connection, LocalConnection, ServerConnection
 from infer.chat.devices import find_device, load_sounddevice, show_devices
-from infer.chat.questions import PressedQuestions, QuestionFinder, VoiceQuestions
 from infer.chat.streams import Loudspeaker, MicrophoneInput
-from infer.chat.talk import ChatFolder, Lost, MicrophoneBlock, SpokenChat
+from infer.chat.talk import SETTINGS, ChatFolder, Lost, MicrophoneBlock, Remarked, SpokenChat
 from infer.chat.terminal import ChatScreen, interruptions, keys
 from infer.loading import cpu_threads, load, warm_up
 from infer.options import ChatOptions
-from infer.pcm import PCM_RATE
-from infer.turns.detector import PADDING, Eagerness, SemanticVad, ServerVad
-from infer.turns.vad import Silero
-from omni.errors import UserError
+from infer.serve.realtime.configuration import Configuration, updated
+from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.settings import Answering
+from omni.errors import SoundWarning, UserError
 from omni.generate.question import longest
-from omni.generate.speech_lm import SpeechLM
 from omni.utils import hardware
 
-TRANSCRIPT_TOKENS = 512  # most tokens of a transcript
+TRANSCRIBER = "whisper-1"  # name of a model that servers know; this project's take any, and transcribe by their own
 
 
 def chat(options: ChatOptions) -> bool:
-    """Talk until the user leaves; returns whether no answer broke. UserError for a bad device or model, or a device that is
-    gone."""
+    """Talk until the user leaves; returns whether no answer broke. UserError for a bad device, model or server, or a device
+    that is gone."""
     sound = load_sounddevice("chat")
-    if options.list_devices:
+    if options.device_in == "list":
         show_devices(sound)
         return True
+    settings = session_settings(options)
     source, target = find_device(sound, "input", options.device_in), find_device(sound, "output", options.device_out)
-    device = hardware.find_device(options.device, options.quantize)
     events: SimpleQueue[Any] = SimpleQueue()
     with ExitStack() as stack:
         microphone = MicrophoneInput(
@@ -43,73 +43,102 @@ def chat(options: ChatOptions) -> bool:
         )
         stack.callback(microphone.close)
         screen = stack.enter_context(ChatScreen())
-        screen.doing("loading the model")
-        lm, keywords = load(options, device, speaks=True)
-        stack.enter_context(cpu_threads(options.threads, lm.model))
-        session = stack.enter_context(lm.session(**keywords))
-        eagerness = eagerness_of(options, lm)
+        connection, most = connect(options, settings, events.put, screen, stack)
+        stack.callback(connection.close)
+        connection.send({"type": "session.update", "event_id": SETTINGS, "session": settings})
         talk = SpokenChat(
             events,
-            session,
-            question_finder(options, longest(lm.config), eagerness),
+            connection,
             screen,
-            judged=eagerness is not None,
             barge_in=options.headphones,
-            pressed=options.push_to_talk,
-            transcribe=transcriber(lm, {name: keywords[name] for name in ("adapter", "edits")}) if options.transcribe else None,
+            pressed=options.turn_detection == "none",
+            transcribed=options.transcribe,
+            longest=most,
             folder=None if options.save is None else ChatFolder(options.save),
         )
-        loudspeaker = Loudspeaker(sound, target, session.sample_rate, lambda: events.put(Lost("output")))
+        loudspeaker = Loudspeaker(sound, target, lambda: events.put(Lost("output")))
         stack.callback(loudspeaker.close)
-        screen.doing("warming up")
-        warm_up(lm)
         screen.line(f"microphone {source}, loudspeaker {target}")
         screen.line(welcome(options))
+        stack.enter_context(remarks(events.put))
         stack.enter_context(interruptions(events.put))
-        stack.enter_context(keys(events.put, piped=options.push_to_talk))
+        stack.enter_context(keys(events.put, piped=options.turn_detection == "none"))
         return talk.run(microphone, loudspeaker)
 
 
-def eagerness_of(options: ChatOptions, lm: SpeechLM) -> Eagerness | None:
-    """The eagerness of the model's turn head; None where a key or silence ends questions. UserError where the option asks for
-    a turn head and the model has none."""
-    judges = lm.config.turn and lm.config.encoder.chunk_samples is not None
-    if options.push_to_talk or options.eagerness == "silence" or (options.eagerness == "auto" and not judges):
-        return None
-    if not judges:
-        raise UserError(
-            f"--eagerness {options.eagerness} is for a model with a turn head that hears in chunks, and {options.model} is "
-            "none; leave it out, or train one with model.turn"
-        )
-    return cast(Eagerness, options.eagerness)
+def session_settings(options: ChatOptions) -> Event:
+    """The settings of the session that the options give; UserError names the field of a bad one."""
+    heard: Event = {"transcription": {"model": TRANSCRIBER}} if options.transcribe else {}
+    if options.turn_detection != "auto":
+        heard["turn_detection"] = detection_of(options.turn_detection)
+    settings: Event = {"type": "realtime", "audio": {"input": heard}}
+    if options.system:
+        settings["instructions"] = options.system
+    if options.server is not None and options.adapter is not None:
+        settings["audio"]["output"] = {"voice": options.adapter}
+    if options.server is not None and options.temperature:
+        settings["omni"] = {"temperature": options.temperature}
+    try:
+        updated(Configuration(), settings, started=False)
+    except ProtocolError as error:
+        raise UserError(f"--turn_detection or --system: {error}") from None
+    return settings
 
 
-def question_finder(options: ChatOptions, most: float, eagerness: Eagerness | None) -> QuestionFinder:
-    """Finds questions by key or voice activity, each of at most `most` seconds."""
-    if options.push_to_talk:
-        return PressedQuestions(most)
-    settings: ServerVad | SemanticVad = ServerVad(threshold=options.threshold, silence_duration_ms=options.silence_duration_ms)
-    if eagerness is not None:
-        settings = SemanticVad(eagerness=eagerness)
-    return VoiceQuestions(Silero(), settings, PADDING, most)
+def detection_of(word: str) -> Event | None:
+    """A session's turn detection of its type, or JSON of it; None for none."""
+    if not word.startswith("{"):
+        return None if word == "none" else {"type": word}
+    try:
+        detection: Event = json.loads(word)
+    except ValueError as error:
+        raise UserError(f"--turn_detection {word!r} is no JSON ({error})") from None
+    return detection
 
 
-def transcriber(lm: SpeechLM, beside: dict[str, Any]) -> Callable[[np.ndarray], str]:
-    """Writes down a question [S], beside the conversation; `beside`: keywords of what acts beside the model."""
+def connect(
+    options: ChatOptions, settings: Event, deliver: Callable[[Any], None], screen: ChatScreen, stack: ExitStack
+) -> tuple[Connection, float]:
+    """A connection, and the seconds of the longest question; `settings` are completed by what the model can."""
+    if options.server is not None:
+        screen.doing("connecting")
+        return ServerConnection(options.server, deliver), math.inf
+    device = hardware.find_device(options.device, options.quantize)
+    screen.doing("loading the model")
+    lm, keywords = load(options, device, speaks=True)
+    stack.enter_context(cpu_threads(options.threads, lm.model))
+    screen.doing("warming up")
+    warm_up(lm)
+    if options.turn_detection == "auto" and lm.config.turn and lm.config.encoder.chunk_samples is not None:
+        settings["audio"]["input"]["turn_detection"] = {"type": "semantic_vad"}
+    names = ("temperature", "top_k", "top_p", "seed", "max_seconds", "text_assist", "context")
+    answering = Answering(use_instructions=True, **{name: getattr(options, name) for name in names})
+    beside = {name: keywords[name] for name in ("adapter", "edits", "max_silence")}
+    beside["repetition_penalty"] = options.repetition_penalty
+    return LocalConnection(lm, answering, beside, deliver), longest(lm.config)
 
-    def transcribe(question: np.ndarray) -> str:
-        answer = lm.generate(question, "A1T1", sample_rate=PCM_RATE, max_tokens=TRANSCRIPT_TOKENS, **beside)
-        if answer.error is not None:
-            raise UserError(answer.error)
-        return answer.text
 
-    return transcribe
+@contextmanager
+def remarks(deliver: Callable[[Remarked], None]) -> Iterator[None]:
+    """Deliver the warnings about sound while the block runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", SoundWarning)
+        show = warnings.showwarning
+
+        def show_remark(message: Warning | str, category: type[Warning], *place: Any) -> None:
+            if issubclass(category, SoundWarning):
+                deliver(Remarked(str(message)))
+            else:
+                show(message, category, *place)
+
+        warnings.showwarning = show_remark  # type: ignore[assignment]
+        yield
 
 
 def welcome(options: ChatOptions) -> str:
     """The line of instructions at the start."""
     leave = "Ctrl-C stops an answer, twice (or Ctrl-D) leaves"
-    if options.push_to_talk:
+    if options.turn_detection == "none":
         return f"Enter begins and ends a question; {leave}"
     if options.headphones:
         return f"speak; you interrupt an answer by speaking, so the microphone must not hear the loudspeaker; {leave}"

@@ -18,29 +18,30 @@ from typing import Any
 import numpy as np
 
 from infer.chat.devices import SoundDevice, close_stream, open_stream, start_stream
-from infer.pcm import PCM_RATE, Resampler, SampleQueue, to_int16
+from infer.pcm import PCM_RATE, Resampler, SampleQueue, faded, to_int16
+from infer.serve.realtime.playback import SOFT
 
 MOST_AHEAD = 2.0  # seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken
 
 
 class Loudspeaker:
-    """Plays one answer after another; UserError where the device cannot be opened.
+    """Plays one answer after another, samples at `PCM_RATE`; UserError where the device cannot be opened.
 
     Args:
-        rate: samples per second of the answers.
         lost: called in PortAudio's thread when the device is gone.
     """
 
-    def __init__(self, sound: Any, device: SoundDevice, rate: int, lost: Callable[[], None]) -> None:
-        self.device, self._sound, self._answer_rate, self._lost = device, sound, rate, lost
+    def __init__(self, sound: Any, device: SoundDevice, lost: Callable[[], None]) -> None:
+        self.device, self._sound, self._lost = device, sound, lost
         self._lock = threading.Lock()
         self._queue = SampleQueue()
         self._taken = 0  # samples of the answer that the device has got
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
         self._whole = self._stopping = False
+        self._gain = self._wanted = 1.0  # of the last sample, and from the next on
         self._last_time = 0.0
-        self._stream, self._rate, self._channels = open_stream(sound, device, "output", rate, self._fill, self._finished)
-        self._resampler = Resampler(rate, self._rate)
+        self._stream, self._rate, self._channels = open_stream(sound, device, "output", PCM_RATE, self._fill, self._finished)
+        self._resampler = Resampler(PCM_RATE, self._rate)
 
     def begin(self) -> None:
         """Make ready for an answer; UserError where the device refuses."""
@@ -48,7 +49,8 @@ class Loudspeaker:
             self._queue.clear()
             self._marks.clear()
             self._taken, self._whole = 0, False
-        self._resampler = Resampler(self._answer_rate, self._rate)
+        self._gain = self._wanted = 1.0
+        self._resampler = Resampler(PCM_RATE, self._rate)
         if not self._stream.active:
             if not self._stream.stopped:  # the device ended it by itself
                 self._stream.stop()
@@ -65,6 +67,10 @@ class Loudspeaker:
         with self._lock:
             self._queue.push(self._resampler.finish())
             self._whole = True
+
+    def duck(self, on: bool) -> None:
+        """Be softer, or as loud as before, from the next samples on."""
+        self._wanted = SOFT if on else 1.0
 
     @property
     def played(self) -> float:
@@ -119,6 +125,8 @@ class Loudspeaker:
             if len(piece):
                 self._marks.append((at, self._taken, len(piece)))
                 self._taken += len(piece)
+        wanted = self._wanted
+        piece, self._gain = faded(piece, self._gain, wanted), wanted
         data = np.repeat(to_int16(piece), self._channels).tobytes()
         out[: len(data)] = data
         out[len(data) :] = bytes(len(out) - len(data))

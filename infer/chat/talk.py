@@ -1,15 +1,20 @@
-"""A conversation by microphone and loudspeaker: one loop over blocks of sound, events of answers, and keys.
+"""A conversation by microphone and loudspeaker, as a client of a Realtime session: one loop over blocks of sound, the server's
+events, and keys.
 
-    listening -- a question begins --> hearing -- it ends --> thinking -- first sound --> speaking -- all was heard --> ...
-                                          ^                      |                           |
-                                          +-- speech ------------+-- with headphones also ---+
+    listening -- speech_started --> hearing -- committed --> thinking -- first sound --> speaking -- all was heard --> ...
+                                       ^                        |                           |
+                                       +-- speech_started ------+-- with headphones also ---+
 
+The session finds the questions, or Enter does; what an answer's listener has heard is told by what the loudspeaker has played.
 Blocks of the microphone come all the time, also while nobody speaks: captions and the end of playing are looked at with each.
 """
 
 from __future__ import annotations
 
+import base64
+import math
 import queue
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,42 +23,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from infer.chat.connection import Connection
 from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, listing
-from infer.chat.questions import (
-    Answered,
-    Asker,
-    Failed,
-    QuestionFinder,
-    QuestionPart,
-    Remarked,
-    SpokenTurn,
-    Transcribed,
-    Transcriber,
-)
 from infer.chat.streams import Loudspeaker, MicrophoneInput
 from infer.chat.terminal import ChatScreen, Key
 from infer.options import in_options, on_one_line
 from infer.pcm import PCM_RATE
+from infer.serve.realtime.protocol import Event
 from omni.audio.wav import write_audio
 from omni.errors import UserError
-from omni.generate.results import AudioChunk, Ended, TextDelta
-from omni.generate.session import Session
 
 GONE = 5.0  # seconds after which a device that gives or takes no sound is taken for gone
 ECHO = 0.3  # seconds for which the room is not heard after an answer was, where the microphone hears the loudspeaker
-
-REASONS = {
-    "length": "the answer was cut at the limit; see --max_seconds",
-    "silence": "the answer was ended by its silence; see --max_silence",
-    "cache": "the answer was cut: the conversation fills the model's context; see --context",
-}
-"""Notes on an answer that the model did not end, by the reason of its end."""
-
 DEAD = 3.0  # seconds of zeros after which the microphone is said to be muted
+SHORTEST = 0.1  # seconds of the shortest question that a server takes
+SPARE = 0.5  # seconds of the longest question that are left to the model, as the server leaves them
 
-CONVERSATION = "conversation.safetensors"
+SETTINGS = "settings"  # id of the event that sets the session up
+HARMLESS = ("response_cancel_not_active", "item_truncate_invalid_item_id")
+"""Codes of errors about an answer that has ended by itself meanwhile."""
 
 
 class MicrophoneBlock(NamedTuple):
@@ -69,49 +58,67 @@ class Lost(NamedTuple):
     kind: Kind
 
 
+class Remarked(NamedTuple):
+    """A reason to doubt a question (silent, very short)."""
+
+    text: str
+
+
 @dataclass
 class PlayedAnswer:
     """The answer that is waited for, or heard."""
 
-    turn: SpokenTurn
-    texts: deque[tuple[str, float | None]] = field(default_factory=deque)  # that are not shown yet, and their seconds
-    chunks: list[Tensor] = field(default_factory=list)  # its sound so far, [S] each
-    ended: Ended | None = None  # its last event, once it came
+    number: int
+    response: str = ""  # ids of its response and its item, once they are known
+    item: str = ""
+    asked: float = field(default_factory=time.monotonic)
+    first: float | None = None  # seconds from there to its first sound
+    texts: deque[tuple[str, float]] = field(default_factory=deque)  # that are not shown yet, and their seconds
+    pieces: list[np.ndarray] = field(default_factory=list)  # its sound so far, [S] each, int16 at 24 kHz
+    over: bool = False  # all of it has come
+    cut: bool = False  # it was ended at its limit
+
+    @property
+    def seconds(self) -> float:
+        return sum(map(len, self.pieces)) / PCM_RATE
 
 
 class SpokenChat:
     """Listens, asks and plays until it is left.
 
     Args:
-        events: of the microphone, the answers and the keys, in the order in which they came.
+        events: of the microphone, the session and the keys, in the order in which they came.
         barge_in: listen while an answer is heard.
-        pressed, judged: a key begins and ends questions; the model's turn head ends them.
-        transcribe: returns the transcript of a question [S]; None to show none.
+        pressed: a key begins and ends questions.
+        transcribed: transcripts of questions are shown.
+        longest: seconds of the longest question, where that is known.
     """
 
     def __init__(
         self,
         events: queue.SimpleQueue[Any],
-        session: Session,
-        finder: QuestionFinder,
+        connection: Connection,
         screen: ChatScreen,
         *,
         barge_in: bool,
         pressed: bool,
-        judged: bool = False,
-        transcribe: Callable[[np.ndarray], str] | None = None,
+        transcribed: bool = False,
+        longest: float = math.inf,
         folder: ChatFolder | None = None,
     ) -> None:
-        self._events, self._session, self._finder, self._screen, self._folder = events, session, finder, screen, folder
-        self._barge_in, self._pressed = barge_in, pressed
-        self._asker = Asker(session, self._events.put, turn=judged)
-        self._transcriber = None if transcribe is None else Transcriber(transcribe, self._events.put)
+        self._events, self._connection, self._screen, self._folder = events, connection, screen, folder
+        self._barge_in, self._pressed, self._transcribed = barge_in, pressed, transcribed
+        self._longest = max(longest - SPARE, longest / 2)
         self._microphone: MicrophoneInput
         self._loudspeaker: Loudspeaker
-        self._question: SpokenTurn | None = None  # that is being spoken
+        self._hearing = False  # a question is being spoken, which began at a millisecond of the input
+        self._began = 0
+        self._seconds = 0.0  # length of the last one
         self._answer: PlayedAnswer | None = None
         self._count = 0  # questions so far
+        self._items: dict[str, int] = {}  # numbers of questions, by their items
         self._echo = 0  # samples of the microphone that are still to be passed over
+        self._deaf = False  # some were
         self._still, self._played = 0, -1.0  # samples since what was played last changed, and what that was
         self._zeros: int | None = 0  # samples of nothing but zeros since the start; None once there was another
         self.whole = True
@@ -119,8 +126,7 @@ class SpokenChat:
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self, microphone: MicrophoneInput, loudspeaker: Loudspeaker) -> bool:
-        """Talk until the input ends; returns whether no answer broke. UserError where a device is gone, or for a question that
-        the model does not take."""
+        """Talk until the input ends; returns whether no answer broke. UserError where a device or the session is gone."""
         self._microphone, self._loudspeaker = microphone, loudspeaker
         try:
             microphone.start()
@@ -140,21 +146,20 @@ class SpokenChat:
     def _take(self, event: Any) -> None:
         if isinstance(event, MicrophoneBlock):
             self._hear(event)
-        elif isinstance(event, Answered):
-            if self._answer is not None and event.turn is self._answer.turn:
-                self._take_answer(self._answer, event)
+        elif isinstance(event, dict):
+            if (handler := HANDLERS.get(event["type"])) is not None:
+                handler(self, event)
         elif isinstance(event, Remarked):
-            if not event.turn.dropped:
-                self._screen.tell(f"warning: {on_one_line(event.text)}")
-        elif isinstance(event, Failed):
-            if not event.turn.dropped:
-                raise event.error
-        elif isinstance(event, Transcribed):
-            self._show_transcript(event)
+            self._screen.tell(f"warning: {on_one_line(event.text)}")
         elif isinstance(event, Lost):
             self._raise_lost(event.kind)
+        elif isinstance(event, Exception):
+            raise event
         else:
             self._press(event)
+
+    def _send(self, event_type: str, **fields: Any) -> None:
+        self._connection.send({"type": event_type, **fields})
 
     def _leave(self) -> None:
         """End what is under way; the history and the folder keep what was heard."""
@@ -162,9 +167,7 @@ class SpokenChat:
             self._drop_question()
             self._stop_answer("left")
         finally:
-            self._asker.close()
-            if self._folder is not None:
-                self._folder.conversation(self._session)
+            self._connection.close(None if self._folder is None else self._folder.conversation)
 
     def _raise_lost(self, kind: Kind) -> None:
         device: SoundDevice = (self._microphone if kind == "input" else self._loudspeaker).device
@@ -177,20 +180,39 @@ class SpokenChat:
     # --- the microphone -----------------------------------------------------------------------------------------------
 
     def _hear(self, block: MicrophoneBlock) -> None:
-        """Take a block of the microphone."""
+        """Take a block of the microphone, and pass it on where it is to be heard."""
         samples = self._microphone.samples(block.raw)
         if block.lost:
             self._screen.tell("warning: sound of the microphone was lost: this machine is too busy to take it in time")
         self._look_for_zeros(samples)
-        if self._answer is not None and self._answer.chunks and not self._barge_in and not self._pressed:
+        if self._pressed:
+            if self._hearing:
+                self._append(samples[: round((self._longest - self._seconds) * PCM_RATE)])
+        else:
+            self._pass_on(samples)
+        self._look_at_answer(len(samples))
+
+    def _append(self, samples: np.ndarray) -> None:
+        """Pass on samples of a question between two presses, up to the longest."""
+        self._send_sound(samples)
+        self._seconds += len(samples) / PCM_RATE
+        if self._seconds >= self._longest:
+            self._end_question()
+
+    def _pass_on(self, samples: np.ndarray) -> None:
+        """Pass samples on, but those in which the microphone hears the loudspeaker: no question goes on across them."""
+        if self._answer is not None and self._answer.pieces and not self._barge_in:
             self._echo = round(ECHO * PCM_RATE)
         if self._echo > 0:
-            self._echo -= len(samples)
-            self._finder.pass_over(samples)
-        else:
-            for part in self._finder.push(samples):
-                self._follow(part)
-        self._look_at_answer(len(samples))
+            self._echo, self._deaf = self._echo - len(samples), True
+            return
+        if self._deaf:
+            self._deaf = False
+            self._send("input_audio_buffer.clear")
+        self._send_sound(samples)
+
+    def _send_sound(self, samples: np.ndarray) -> None:
+        self._send("input_audio_buffer.append", audio=base64.b64encode(samples.astype("<i2").tobytes()).decode())
 
     def _look_for_zeros(self, samples: np.ndarray) -> None:
         if self._zeros is None:
@@ -200,76 +222,124 @@ class SpokenChat:
             self._zeros = None
             self._screen.tell(
                 f"warning: the microphone {self._microphone.device} gives nothing but zeros; is it muted, or is this "
-                "terminal not allowed to hear it? (--list_devices, --device_in)"
+                "terminal not allowed to hear it? (--device_in list)"
             )
 
-    def _follow(self, part: QuestionPart) -> None:
-        """Follow a question that begins, goes on or ends."""
-        if part.kind == "began":
-            self._stop_answer("interrupted")
-            self._question = SpokenTurn(self._count + 1)
-            self._finder.question = self._question
-            self._asker.ask(self._question)
-            self._screen.doing("hearing you", "Enter ends the question" if self._pressed else "")
-        elif self._question is None:
-            return
-        elif part.samples is not None:
-            (self._question.look_ahead if part.kind == "ahead" else self._question.put)(part.samples)
-        else:
-            turn, self._question = self._question, None
-            if not turn.question:  # pressed twice before a block came
-                turn.drop(0.0)
-                self._listen()
-                return
-            self._end_question(turn, cut=part.kind == "cut")
+    # --- the question -------------------------------------------------------------------------------------------------
 
-    def _end_question(self, turn: SpokenTurn, cut: bool) -> None:
+    def _speech_started(self, event: Event) -> None:
+        self._stop_answer("interrupted")
+        self._hearing, self._began = True, event["audio_start_ms"]
+        self._screen.doing("hearing you")
+
+    def _speech_stopped(self, event: Event) -> None:
+        self._hearing, self._seconds = False, (event["audio_end_ms"] - self._began) / 1000
+
+    def _committed(self, event: Event) -> None:
+        """A question is whole."""
         self._count += 1
-        self._answer = PlayedAnswer(turn)
+        self._answer = PlayedAnswer(self._count)
         self._loudspeaker.begin()
-        turn.end()
         self._still, self._played = 0, -1.0
         if self._folder is not None:
-            self._folder.question(turn.number, turn.question)
-        if self._transcriber is None:
-            self._screen.you(f"({turn.seconds:.1f} s)")
-        if cut:
-            self._screen.tell(f"warning: the question was cut after {turn.seconds:.1f} s, the longest that the model takes")
+            self._items[event["item_id"]] = self._count
+            self._send("conversation.item.retrieve", item_id=event["item_id"])
+        if not self._transcribed:
+            self._screen.you(f"({self._seconds:.1f} s)")
+        if self._seconds >= self._longest:
+            self._screen.tell(f"warning: the question was cut after {self._seconds:.1f} s, the longest that the model takes")
         self._screen.doing("thinking")
 
+    def _retrieved(self, event: Event) -> None:
+        item = event["item"]
+        sound = "".join(part.get("audio") or "" for part in item["content"])
+        number = self._items.pop(item["id"])
+        if self._folder is not None and sound:
+            self._folder.write(f"question-{number}.wav", [np.frombuffer(base64.b64decode(sound), "<i2")])
+        elif self._folder is not None:
+            self._screen.tell(f"warning: question {number} is not saved: the server gives no sound of that length back")
+
+    def _transcript(self, event: Event) -> None:
+        self._screen.you(event["transcript"].strip())
+
+    def _no_transcript(self, event: Event) -> None:
+        self._screen.tell(f"warning: no transcript: {in_options(event['error'].get('message', ''))}")
+
+    def _end_question(self) -> None:
+        """Ask what came between two presses, where that is enough."""
+        self._hearing = False
+        if self._seconds < SHORTEST:
+            self._listen()
+            return
+        self._send("input_audio_buffer.commit")
+        self._send("response.create")
+
     def _drop_question(self) -> None:
-        if self._question is not None:
-            self._question.drop(0.0)
-            self._question = None
-            self._finder.drop()
+        if self._hearing:
+            self._hearing = False
+            self._send("input_audio_buffer.clear")
 
     def _listen(self) -> None:
         self._screen.doing("waiting" if self._pressed else "listening", "Enter begins a question" if self._pressed else "")
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
-    def _take_answer(self, answer: PlayedAnswer, event: Answered) -> None:
-        """Take an event of the answer that is waited for or heard."""
-        if isinstance(event.event, TextDelta):
-            answer.texts.append((event.event.text, event.event.start))
-        elif isinstance(event.event, AudioChunk):
-            if len(event.event.samples):
-                if not answer.chunks:
-                    self._write_down(answer.turn)
-                answer.chunks.append(event.event.samples.cpu())
-                self._loudspeaker.write(event.event.samples.numpy(force=True))
-        elif isinstance(event.event, Ended):
-            answer.ended = event.event
-            self._loudspeaker.end()
-            if not answer.chunks:
-                self._write_down(answer.turn)
-            if event.event.error is not None:
-                self.whole = False
-                self._loudspeaker.stop()
-                self._answer = None
-                self._screen.answered("(broken off)")
-                self._screen.tell(f"error: {in_options(event.event.error)}")
-                self._listen()
+    def _created(self, event: Event) -> None:
+        if self._answer is not None and not self._answer.response:
+            self._answer.response = event["response"]["id"]
+        else:  # its question was dropped meanwhile
+            self._send("response.cancel", response_id=event["response"]["id"])
+
+    def _heard(self, event: Event) -> PlayedAnswer | None:
+        """The answer that an event belongs to; None where nobody hears it any more."""
+        return self._answer if self._answer is not None and self._answer.response == event["response_id"] else None
+
+    def _item_added(self, event: Event) -> None:
+        if (answer := self._heard(event)) is not None:
+            answer.item = event["item"]["id"]
+
+    def _text(self, event: Event) -> None:
+        if (answer := self._heard(event)) is not None:
+            answer.texts.append((event["delta"], answer.seconds))
+
+    def _sound(self, event: Event) -> None:
+        answer = self._heard(event)
+        if answer is None:
+            return
+        if answer.first is None:
+            answer.first = time.monotonic() - answer.asked
+        answer.pieces.append(np.frombuffer(base64.b64decode(event["delta"]), "<i2"))
+        self._loudspeaker.write(answer.pieces[-1].astype(np.float32) / 32768)
+
+    def _done(self, event: Event) -> None:
+        response, answer = event["response"], self._answer
+        if answer is None or answer.response != response["id"]:
+            return
+        answer.over, answer.cut = True, response["status"] == "incomplete"
+        self._loudspeaker.end()
+        if response["status"] != "failed":
+            return
+        error = response["status_details"]["error"]
+        self._loudspeaker.stop()
+        self._answer = None
+        self._screen.answered("(broken off)")
+        if error.get("code") == "no_speech":
+            self._screen.tell(f"warning: {error['message']}")
+        else:
+            self.whole = False
+            self._screen.tell(f"error: {in_options(error.get('message', ''))}")
+        self._listen()
+
+    def _failed(self, event: Event) -> None:
+        """An event of this client, or the session, has failed."""
+        error = event["error"]
+        if error.get("event_id") == SETTINGS:
+            raise UserError(error["message"])
+        if error.get("code") not in HARMLESS:
+            self._screen.tell(f"error: {in_options(error['message'])}")
+
+    def _ducked(self, event: Event) -> None:
+        self._loudspeaker.duck(event["active"])
 
     def _look_at_answer(self, passed: int) -> None:
         """Show what is spoken by now, and see whether all was heard; `passed` samples of the microphone came meanwhile."""
@@ -277,34 +347,31 @@ class SpokenChat:
         if answer is None:
             return
         played = self._loudspeaker.played
-        if answer.chunks:
+        if answer.pieces:
             way = "speak to interrupt" if self._barge_in else "Enter or Ctrl-C stops it"
             self._screen.doing("speaking", f"{played:.1f} s; {way}")
-        while answer.texts and (answer.texts[0][1] is None or (answer.chunks and answer.texts[0][1] <= played)):
+        while answer.texts and answer.pieces and answer.texts[0][1] <= played:
             self._screen.show(answer.texts.popleft()[0])
-        if answer.ended is not None and self._loudspeaker.done:
+        if answer.over and self._loudspeaker.done:
             for text, _ in answer.texts:
                 self._screen.show(text)
-            self._finish_answer(answer, None, self._figures(answer.ended, played))
+            first = "" if answer.first is None else f", first audio {answer.first * 1e3:.0f} ms"
+            self._finish_answer(answer, None, f"({played:.1f} s{first})")
+            if answer.cut:
+                self._screen.tell("the answer was cut at the limit, or at the model's context; see --max_seconds and --context")
             self._listen()
-        elif answer.chunks:
+        elif answer.pieces:
             self._still = 0 if played != self._played else self._still + passed
             self._played = played
             if self._still >= GONE * PCM_RATE and self._loudspeaker.waits:
                 self._raise_lost("output")
 
-    def _figures(self, ended: Ended, played: float) -> str:
-        first = "" if ended.timings.first_audio is None else f", first audio {ended.timings.first_audio * 1e3:.0f} ms"
-        return f"({played:.1f} s{first})"
-
     def _finish_answer(self, answer: PlayedAnswer, played: float | None, note: str) -> None:
         """Note an answer that is over; `played` is how much of it was heard, where that was not all."""
         self._answer = None
         if self._folder is not None:
-            self._folder.answer(answer.turn.number, answer.chunks, self._session.sample_rate, played)
+            self._folder.write(f"answer-{answer.number}.wav", answer.pieces, played)
         self._screen.answered(note)
-        if answer.ended is not None and played is None and answer.ended.reason in REASONS:
-            self._screen.tell(REASONS[answer.ended.reason])
 
     def _stop_answer(self, reason: str) -> None:
         """Silence the answer that is waited for or heard, and cut the history to what was heard."""
@@ -312,7 +379,12 @@ class SpokenChat:
         if answer is None:
             return
         played = self._loudspeaker.stop()
-        answer.turn.drop(played)
+        if answer.response and not answer.over and reason != "interrupted":  # the server has seen that itself
+            self._send("response.cancel", response_id=answer.response)
+        if answer.item:
+            self._send(
+                "conversation.item.truncate", item_id=answer.item, content_index=0, audio_end_ms=int(played * 1000 + 1e-6)
+            )
         self._finish_answer(answer, played, f"({reason} after {played:.1f} s)" if played else f"({reason})")
 
     # --- keys ---------------------------------------------------------------------------------------------------------
@@ -324,50 +396,49 @@ class SpokenChat:
             self._stop_answer("stopped")
             self._screen.tell("Ctrl-C again, or Ctrl-D, leaves")
             self._listen()
+        elif self._pressed and self._hearing:
+            self._end_question()
         elif self._pressed:
-            for part in self._finder.press():
-                self._follow(part)
+            self._stop_answer("stopped")
+            self._send("input_audio_buffer.clear")
+            self._hearing, self._seconds = True, 0.0
+            self._screen.doing("hearing you", "Enter ends it")
         elif self._answer is not None:
             self._stop_answer("stopped")
             self._listen()
 
-    # --- transcripts --------------------------------------------------------------------------------------------------
 
-    def _write_down(self, turn: SpokenTurn) -> None:
-        """Have a question transcribed, once its answer has begun, which comes first."""
-        if self._transcriber is not None:
-            self._transcriber.write_down(np.concatenate(turn.question))
-
-    def _show_transcript(self, transcribed: Transcribed) -> None:
-        if transcribed.error is None:
-            self._screen.you(transcribed.text.strip())
-        else:
-            self._transcriber = None
-            self._screen.tell(f"warning: no transcripts: {in_options(transcribed.error)}")
+HANDLERS: dict[str, Callable[[SpokenChat, Event], None]] = {
+    "input_audio_buffer.speech_started": SpokenChat._speech_started,
+    "input_audio_buffer.speech_stopped": SpokenChat._speech_stopped,
+    "input_audio_buffer.committed": SpokenChat._committed,
+    "conversation.item.retrieved": SpokenChat._retrieved,
+    "conversation.item.input_audio_transcription.completed": SpokenChat._transcript,
+    "conversation.item.input_audio_transcription.failed": SpokenChat._no_transcript,
+    "response.created": SpokenChat._created,
+    "response.output_item.added": SpokenChat._item_added,
+    "response.output_text.delta": SpokenChat._text,
+    "response.output_audio_transcript.delta": SpokenChat._text,
+    "response.output_audio.delta": SpokenChat._sound,
+    "response.done": SpokenChat._done,
+    "error": SpokenChat._failed,
+    "omni.ducked": SpokenChat._ducked,
+}
+"""Handlers of the server's events, by type."""
 
 
 class ChatFolder:
-    """Writes `question-1.wav`, `answer-1.wav`, ..., and `conversation.safetensors` into a folder; UserError where it cannot."""
+    """Writes `question-1.wav`, `answer-1.wav`, ... into a new folder; UserError where it cannot. `conversation`: file of the
+    history."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder)
         self.path.mkdir(exist_ok=True)
+        self.conversation = self.path / "conversation.safetensors"
 
-    def question(self, number: int, pieces: Sequence[np.ndarray]) -> None:
-        """Write a question, samples int16 at `PCM_RATE`."""
+    def write(self, name: str, pieces: Sequence[np.ndarray], seconds: float | None = None) -> None:
+        """Write samples [S] each, int16 at `PCM_RATE`, of an answer as far as it was heard; no file where there are none."""
         sound = np.concatenate([np.zeros(0, np.int16), *pieces])
-        self._write(f"question-{number}.wav", torch.from_numpy(sound.astype(np.float32) / 32768), PCM_RATE)
-
-    def answer(self, number: int, chunks: Sequence[torch.Tensor], rate: int, played: float | None) -> None:
-        """Write an answer, samples float32; as far as it was heard where `played` is given, in seconds."""
-        sound = torch.cat([torch.zeros(0), *chunks])
-        self._write(f"answer-{number}.wav", sound if played is None else sound[: round(played * rate)], rate)
-
-    def _write(self, name: str, sound: torch.Tensor, rate: int) -> None:
+        sound = sound if seconds is None else sound[: round(seconds * PCM_RATE)]
         if len(sound):
-            write_audio(self.path / name, sound, rate)
-
-    def conversation(self, session: Session) -> None:
-        """Write the conversation, where it has a turn."""
-        if session.turns:
-            session.save(self.path / CONVERSATION)
+            write_audio(self.path / name, torch.from_numpy(sound.astype(np.float32) / 32768), PCM_RATE)

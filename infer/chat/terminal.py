@@ -23,7 +23,7 @@ from rich.text import Text
 
 from infer.options import on_one_line
 
-Doing = Literal["listening", "hearing you", "thinking", "speaking", "waiting", "loading the model", "warming up"]
+Doing = Literal["listening", "hearing you", "thinking", "speaking", "waiting", "connecting", "loading the model", "warming up"]
 
 STYLES: dict[str, str] = {"listening": "green", "hearing you": "bold red", "thinking": "yellow", "speaking": "bold cyan"}
 

@@ -26,6 +26,7 @@ class ServerLimits:
     key_audio_seconds: float = 64 * 3600.0
     key_events: int = 64 * 2000  # over all sessions and requests of one key; where they are used up, no new ones are taken
     unread_bytes: int = 4 * 2**20  # bytes that wait for a client that does not read; beyond it the socket is closed
+    retrieved_bytes: int = 2**20 - 2**14  # characters of base64 of an item that is retrieved: many clients take 1 MiB at most
     body_bytes: int = 26 * 2**20  # largest body of a request
     responses: int = 4  # of one session at once (one in its conversation, the others out of band)
 

@@ -12,6 +12,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from infer.pcm import PCM_RATE
@@ -206,6 +207,11 @@ class Dialogue:
         item.version += 1
         if item.answer is not None:
             item.answer = cut_message(item.answer, heard, self._host.engine.frame_rate)
+
+    async def save(self, path: Path) -> None:
+        """Write the history, where it has a turn, as `Session.save`."""
+        if self._session is not None and self._session.turns:
+            await asyncio.to_thread(self._session.save, path)
 
     def broke(self) -> None:
         """The last question was not answered: the history has nothing of it."""

@@ -72,8 +72,9 @@ class Outlet(ABC):
         """Make it softer, or as loud as before, from the next samples on."""
         self._wanted = SOFT if on else 1.0
 
-    def clear(self) -> None:  # noqa: B027 - most clients keep what they have got
-        """Drop what was sent and not played yet, where that can be done here."""
+    @abstractmethod
+    def clear(self) -> None:
+        """Drop what was sent and not played yet."""
 
     def end(self) -> None:
         """Nothing more is sent."""
@@ -94,6 +95,10 @@ class SentOutlet(Outlet):
 
     def ahead(self) -> float:
         return 0.0 if self._ends is None else max(self._ends - self._clock(), 0.0)
+
+    def clear(self) -> None:
+        """The client drops it."""
+        self._ends = None
 
     def _send(self, samples: np.ndarray) -> None:
         now, seconds = self._clock(), len(samples) / self.rate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from infer.serve.host import EngineHost
@@ -191,6 +192,10 @@ class Responses:
         await self._dialogue.cut(item, heard)
         item.status = "incomplete"
         item.content[0].text = item.answer.text or ""
+
+    async def save(self, path: Path) -> None:
+        """Write the conversation's history, where it has a turn, as `Session.save`."""
+        await self._dialogue.save(path)
 
     def silence(self) -> None:
         """Send nothing more of any response: the client is gone."""

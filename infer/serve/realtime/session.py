@@ -31,9 +31,6 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.question import longest
 
-LARGEST_SOUND = 2**20 - 2**14
-"""Characters of base64 of an item that is retrieved: many clients take no message of more than 1 MiB."""
-
 EXPIRED, POLICY = 1000, 1008  # close codes of WebSockets: a regular end, and a limit
 LOOK = 5.0  # seconds between two looks at a session's limits
 
@@ -173,7 +170,7 @@ class RealtimeSession:
         item = self.items.find(event.item_id, "item_retrieve_invalid_item_id")
         shown = item.shown(self.configuration.audio.input.format)
         size = sum(len(part.get("audio", "")) for part in shown.get("content", ()))
-        if size > LARGEST_SOUND:
+        if size > self.settings.limits.retrieved_bytes:
             shown, size = item.shown(), 0
         while size and self.transport.unread > self.settings.limits.unread_bytes // 2:  # of those before it
             await asyncio.sleep(0.02)

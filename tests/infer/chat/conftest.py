@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 
-from infer.chat.questions import SpokenTurn
-from omni.generate.session import Session
+from infer.chat.connection import LocalConnection
+from infer.serve.realtime.items import ConversationItem
+from infer.serve.realtime.playback import SentOutlet
+from infer.serve.realtime.session import RealtimeSession
 from tests.infer.chat.fake_sound import FakeSound, LevelVad, LockstepQueue, Script
 from tests.infer.conftest import Done
 
@@ -21,13 +25,13 @@ class Talked:
     """What a chat has done.
 
     Attributes:
-        asked: the pieces of each question, joined; `cancelled`, the seconds heard that the session was told.
+        asked: the samples of each question; `cut`, the milliseconds of answers that the session was told were heard.
     """
 
     done: Done
     sound: FakeSound
     asked: list[np.ndarray] = field(default_factory=list)
-    cancelled: list[float] = field(default_factory=list)
+    cut: list[int] = field(default_factory=list)
 
 
 Talks = Callable[..., Talked]
@@ -35,33 +39,30 @@ Talks = Callable[..., Talked]
 
 @pytest.fixture
 def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
-    """Run a chat over a script."""
+    """Run a chat over a script; its session has done with each event before the next block comes."""
 
     def call(script: Script | None, *words: object, sound: FakeSound | None = None) -> Talked:
         fake = sound or FakeSound(script)
         talked = Talked(Done(0, b"", ""), fake)
-        pieces, cancel = SpokenTurn.pieces, Session.cancel
+        add = RealtimeSession.add_spoken
 
-        def recorded(self: SpokenTurn) -> Iterator[tuple[np.ndarray, bool]]:
-            talked.asked.append(np.zeros(0, np.int16))
-            for piece, sure in pieces(self):
-                if sure:
-                    talked.asked[-1] = np.concatenate([talked.asked[-1], piece])
-                yield piece, sure
+        def recorded(self: RealtimeSession, item_id: str, samples: np.ndarray) -> ConversationItem:
+            talked.asked.append(samples)
+            return add(self, item_id, samples)
 
-        def noted(self: Session, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
-            if played_seconds is not None:
-                talked.cancelled.append(played_seconds)
-            cancel(self, played_seconds, shown_characters)
+        def send(self: LocalConnection, event: dict[str, Any]) -> None:
+            if event["type"] == "conversation.item.truncate":
+                talked.cut.append(event["audio_end_ms"])
+            asyncio.run_coroutine_threadsafe(self.session.handle(json.dumps(event)), self.loop).result(20)
 
-        monkeypatch.setitem(sys.modules, "sounddevice", fake)
-        monkeypatch.setattr("infer.chat.chat.SimpleQueue", lambda: LockstepQueue(fake))
-        monkeypatch.setattr("infer.chat.chat.Silero", LevelVad)
-        monkeypatch.setattr(SpokenTurn, "pieces", recorded)
-        monkeypatch.setattr(Session, "cancel", noted)
-        talked.done = run("chat", *words)
-        monkeypatch.setattr(SpokenTurn, "pieces", pieces)
-        monkeypatch.setattr(Session, "cancel", cancel)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "sounddevice", fake)
+            patch.setattr("infer.chat.chat.SimpleQueue", lambda: LockstepQueue(fake))
+            patch.setattr("infer.chat.connection.VoiceActivity", LevelVad)
+            patch.setattr("infer.chat.connection.SentOutlet", lambda *of: SentOutlet(*of, lambda: fake.now))
+            patch.setattr(LocalConnection, "send", send)
+            patch.setattr(RealtimeSession, "add_spoken", recorded)
+            talked.done = run("chat", *words)
         return talked
 
     return call

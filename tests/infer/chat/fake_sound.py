@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infer.chat.questions import Answered
 from infer.turns.vad import BEFORE, STEP, SpeechStream
-from omni.generate.results import AudioChunk, Ended
 
 RATE = 24_000
 BLOCK = 480
@@ -230,16 +228,20 @@ class LockstepQueue:
                 elif block is not None:
                     self.sound.step(block)
                 continue
-            if isinstance(event, Answered) and not event.turn.dropped:
-                self.wanted -= isinstance(event.event, AudioChunk) and self.wanted > 0
-                self.wanted = 0 if isinstance(event.event, Ended) else self.wanted
+            if isinstance(event, dict):
+                self.wanted -= event["type"] == "response.output_audio.delta" and self.wanted > 0
+                self.wanted = 0 if self._whole(event) else self.wanted
             return event
+
+    def _whole(self, event: dict[str, Any]) -> bool:
+        """Whether an event ends an answer that was not interrupted."""
+        return event["type"] == "response.done" and event["response"]["status"] != "cancelled"
 
 
 class LevelVad:
     """In the place of silero's model: what is loud is speech."""
 
-    def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
+    async def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
         if not stream.add(samples):
             return []
         levels = np.abs(stream.frames()[:, BEFORE : BEFORE + STEP].astype(np.float32) / 32768).mean(axis=1)

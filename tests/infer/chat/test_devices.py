@@ -10,9 +10,6 @@ import pytest
 
 from infer.chat.devices import find_device
 from infer.chat.streams import Loudspeaker
-from infer.checks import CHAT
-from infer.options import ChatOptions
-from infer.turns.detector import ServerVad
 from omni.errors import UserError
 from tests.infer.chat.conftest import Talks
 from tests.infer.chat.fake_sound import LATENCY, RATE, FakeSound, FakeStream
@@ -57,12 +54,12 @@ def test_without_a_default_or_any_device_it_says_what_to_do() -> None:
 
 
 def test_devices_are_listed_without_a_model(talk: Talks) -> None:
-    done = talk(None, "--list_devices", "--model", "nowhere").done
+    done = talk(None, "--device_in", "list", "--model", "nowhere").done
     assert done.code == 0 and "Built-in Speakers" in done.text and "microphone" in done.text
     assert "48000" in done.text and len(done.text.strip().splitlines()) == 4
     empty = FakeSound()
     empty.devices, empty.default = [], {}
-    assert "finds no microphone and no loudspeaker" in talk(None, "--list_devices", sound=empty).done.text
+    assert "finds no microphone and no loudspeaker" in talk(None, "--device_in", "list", sound=empty).done.text
 
 
 @pytest.mark.parametrize("kind", ["input", "output"])
@@ -86,8 +83,11 @@ def test_a_device_that_does_not_start_is_told(talk: Talks) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--threshold", "1.5"), "--threshold is 1.5; it must be from 0 to 1 (0.5 is"),
-        (("--push_to_talk", "--headphones"), "leave one out"),
+        (("--turn_detection", '{"threshold": 1.5}'), "turn_detection.threshold: Input should be less than or equal to 1"),
+        (("--turn_detection", "soon"), "Input tag 'soon' found using 'type'"),
+        (("--turn_detection", "{soon"), "--turn_detection '{soon' is no JSON"),
+        (("--turn_detection", "none", "--headphones"), "leave --headphones out"),
+        (("--server", "http://localhost:1", "--seed", "1"), "leave out --model, --seed"),
         (("--save", "no/such/folder"), "there is no folder 'no/such'; make it first"),
         (("--save", "full"), "has files in it; name a new folder"),
     ],
@@ -99,24 +99,14 @@ def test_mistakes_are_one_line(talk: Talks, tmp_path: Any, words: tuple[str, ...
     assert done.code == 2 and said in done.err.splitlines()[-1] and done.err.count("error: ") == 1
 
 
-def test_options_have_the_names_defaults_and_bounds_of_the_server() -> None:
-    mine, of_session = ChatOptions(), ServerVad()
-    assert mine.threshold == of_session.threshold and mine.silence_duration_ms == of_session.silence_duration_ms
-    for name in ("threshold", "silence_duration_ms"):
-        bounds = ServerVad.model_fields[name].metadata
-        assert {CHAT[name].least, CHAT[name].most} == {
-            getattr(b, end) for b in bounds for end in ("ge", "le") if hasattr(b, end)
-        }
-
-
 # --- the loudspeaker --------------------------------------------------------------------------------------------------
 
 
-def loudspeaker(rate: int = 8000, channels: int = 1) -> tuple[FakeSound, Loudspeaker, FakeStream]:
-    """One that takes answers at 8 kHz, on a device of another rate or other channels."""
+def loudspeaker(rate: int = RATE, channels: int = 1) -> tuple[FakeSound, Loudspeaker, FakeStream]:
+    """One on a device of a rate and channels."""
     sound = FakeSound()
     sound.takes["output"] = ((rate,), (channels,))
-    speaker = Loudspeaker(sound, find_device(sound, "output", None), 8000, lambda: None)
+    speaker = Loudspeaker(sound, find_device(sound, "output", None), lambda: None)
     speaker.begin()
     return sound, speaker, sound.streams["output"]
 
@@ -129,46 +119,46 @@ def pass_time(sound: FakeSound, seconds: float) -> None:
 
 def test_what_was_played_is_what_the_clock_has_reached_less_the_gaps() -> None:
     sound, speaker, stream = loudspeaker()
-    samples = np.arange(1, 1601, dtype=np.float32) / 32768
-    speaker.write(samples[:800])
+    samples = np.arange(1, 4801, dtype=np.float32) / 32768
+    speaker.write(samples[:2400])
     pass_time(sound, 0.1)
     assert speaker.played == pytest.approx(0.1 - 0.02 - LATENCY, abs=1e-3) and speaker.waits
     pass_time(sound, 0.4)
     assert speaker.played == 0.1 and not speaker.waits and not speaker.done  # the model is late: a gap
-    speaker.write(samples[800:])
+    speaker.write(samples[2400:])
     speaker.end()
     pass_time(sound, 0.1)
     heard = stream.heard()
-    assert abs(round(speaker.played * 8000) - np.count_nonzero(heard)) <= 1
+    assert abs(round(speaker.played * RATE) - np.count_nonzero(heard)) <= 1
     pass_time(sound, 0.1)
     assert speaker.done and speaker.played == 0.2
     data = np.concatenate([piece for _, piece in stream.pieces])
-    assert np.array_equal(data[data != 0], np.arange(1, 1601))
+    assert np.array_equal(data[data != 0], np.arange(1, 4801))
 
 
 def test_a_stop_silences_at_once_and_the_next_answer_begins_from_nothing() -> None:
     sound, speaker, stream = loudspeaker()
-    speaker.write(np.full(8000, 0.5, np.float32))
+    speaker.write(np.full(RATE, 0.5, np.float32))
     pass_time(sound, 0.2)
     sound.samples += 77
     played = speaker.stop()
-    assert abs(round(played * 8000) - len(sound.silenced[-1])) <= 1 and stream.calls == ["start", "abort"]
+    assert abs(round(played * RATE) - len(sound.silenced[-1])) <= 1 and stream.calls == ["start", "abort"]
     assert not speaker.waits and speaker.done
     speaker.begin()
     assert stream.calls == ["start", "abort", "start"] and speaker.played == 0.0
-    speaker.write(np.full(80, 0.25, np.float32))
+    speaker.write(np.full(240, 0.25, np.float32))
     speaker.end()
     del stream.pieces[:]
     pass_time(sound, 0.2)
     data = np.concatenate([piece for _, piece in stream.pieces])
-    assert np.count_nonzero(data) == 80 and data.max() == 8192 and speaker.played == 0.01
+    assert np.count_nonzero(data) == 240 and data.max() == 8192 and speaker.played == 0.01
 
 
 def test_a_clock_that_tells_nothing_is_replaced_by_the_latency() -> None:
     sound, speaker, _ = loudspeaker()
-    speaker.write(np.full(8000, 0.5, np.float32))
+    speaker.write(np.full(RATE, 0.5, np.float32))
     sound.samples += RATE // 50
-    speaker._fill(memoryview(bytearray(320)), 160, SimpleNamespace(currentTime=0.0, outputBufferDacTime=0.0), None)
+    speaker._fill(memoryview(bytearray(960)), 480, SimpleNamespace(currentTime=0.0, outputBufferDacTime=0.0), None)
     assert speaker.played == 0.0
     sound.samples += round((LATENCY + 0.01) * RATE)
     assert speaker.played == pytest.approx(0.01, abs=2e-4)
@@ -176,9 +166,9 @@ def test_a_clock_that_tells_nothing_is_replaced_by_the_latency() -> None:
 
 def test_a_loudspeaker_of_another_rate_and_two_channels_plays_the_same_seconds() -> None:
     sound, speaker, stream = loudspeaker(48_000, 2)
-    wave = np.sin(np.arange(8000) * 2 * np.pi * 440 / 8000).astype(np.float32) / 2
-    speaker.write(wave[:3000])
-    speaker.write(wave[3000:])
+    wave = np.sin(np.arange(RATE) * 2 * np.pi * 440 / RATE).astype(np.float32) / 2
+    speaker.write(wave[:9000])
+    speaker.write(wave[9000:])
     speaker.end()
     pass_time(sound, 1.3)
     assert speaker.done and speaker.played == pytest.approx(1.0, abs=1e-3)
