@@ -40,7 +40,7 @@ PIPE = "-"  # standard input among the questions, standard output as a place for
 THREADS_PER_CORE = 4  # most threads per core; more would only wait for each other, and each takes a stack
 PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")  # options that only count with `--sessions`
 MOST_SESSIONS = 1024  # of a bench
-SPEAKER_EXTRA = ("av", "onnxruntime", "pydantic", "silero_vad")  # modules that the extra `speaker` brings besides `sounddevice`
+SPEAKER_EXTRA = ("av", "onnxruntime", "silero_vad")  # modules that the extra `speaker` brings besides `sounddevice`
 
 SERVE_EXTRA = (
     *("fastapi", "uvicorn", "uvloop", "websockets", "python_multipart", "aiortc", "av"),
