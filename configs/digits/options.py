@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
 
 from omni.errors import UserError
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import Share, configuration, span
 from train.data.tts.espeak import SAMPLE_RATE
 from train.data.tts.voices import check_spec
 
@@ -27,7 +29,7 @@ _HELD_OUT = (  # nor has the model that ships heard them: configs/nano-live/voic
 )
 
 
-@dataclass(frozen=True)
+@configuration
 class SpokenDigitsConfig:
     """Settings of the spoken questions and of their answers.
 
@@ -57,42 +59,41 @@ class SpokenDigitsConfig:
         reuse_distance: draws from one use to the next.
     """
 
-    arithmetic: float = ranged(0.5, 0, 1)
+    arithmetic: Share = 0.5
     lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
     arithmetic_phrases: tuple[str, ...] = ("what is {}", "what is {}", "how much is {}", "tell me {}", "{}")
     digit_phrases: tuple[str, ...] = ("say {}", "say {}", "repeat {}", "read back {}", "please say {}")
     accents: tuple[str, ...] = _ACCENTS
     variants: tuple[str, ...] = _VARIANTS
     rare_variants: tuple[str, ...] = _RARE_VARIANTS
-    rare: float = ranged(0.5, 0, 1)
+    rare: Share = 0.5
     held_out: tuple[str, ...] = _HELD_OUT
     examined: bool = True
-    question_rate: int = ranged(RATE, 4000, SAMPLE_RATE)
-    rate: tuple[int, int] = ranged((130, 200), 80)
-    pitch: tuple[int, int] = ranged((25, 75), 0)
-    pitch_range: tuple[int, int] = ranged((25, 75), 0)
-    silence: tuple[float, float] = ranged((0.0, 0.1), 0)
-    hesitant: float = ranged(0.0, 0, 1)
-    hesitation: tuple[float, float] = ranged((0.2, 1.0), 0, 10)
-    peak: float = ranged(0.5, above=0, most=1)
+    question_rate: Annotated[int, Field(ge=4000, le=SAMPLE_RATE)] = RATE
+    rate: Annotated[tuple[int, int], span(80)] = (130, 200)
+    pitch: Annotated[tuple[int, int], span(0)] = (25, 75)
+    pitch_range: Annotated[tuple[int, int], span(0)] = (25, 75)
+    silence: Annotated[tuple[float, float], span(0)] = (0.0, 0.1)
+    hesitant: Share = 0.0
+    hesitation: Annotated[tuple[float, float], span(0, 10)] = (0.2, 1.0)
+    peak: Annotated[float, Field(gt=0, le=1)] = 0.5
     answer_text: Literal["words", "digits"] = "words"
     answer_speech: Literal["words", "phrase"] = "words"
     answer_voice: str = "en-us+f3"
     answer_rate: int = 230
     answer_pitch: int = 50
     turns: tuple[float, ...] = (1.0,)
-    follow_ups: float = ranged(0.0, 0, 1)
+    follow_ups: Share = 0.0
     twice_phrases: tuple[str, ...] = ("and twice that", "and twice that?", "twice that")
     again_phrases: tuple[str, ...] = ("say it again", "again please")
-    reuse: int = ranged(1, 1)
-    reuse_distance: int = ranged(1024, 1)
+    reuse: PositiveInt = 1
+    reuse_distance: PositiveInt = 1024
 
     def __post_init__(self) -> None:
         for name in ("lengths", "turns"):
             weights = getattr(self, name)
             if not weights or min(weights) < 0 or sum(weights) <= 0:
                 raise UserError(f"options.{name} {list(weights)}: give weights of at least 0, one of them above")
-        check_fields(self, "options")
         for name in ("arithmetic_phrases", "digit_phrases"):
             for phrase in getattr(self, name) or ("",):
                 if phrase.count("{}") != 1:
@@ -112,7 +113,7 @@ WORDY = "A1T1"
 """The task of strings of other words."""
 
 
-@dataclass(frozen=True)
+@configuration
 class RecordedDigitsConfig:
     """Settings of the digit strings that are joined from recordings.
 
@@ -153,31 +154,30 @@ class RecordedDigitsConfig:
     folder: str = ""
     held_out: tuple[str, ...] = ()
     lengths: tuple[float, ...] = (1.0, 1.0, 2.0, 3.0)
-    pause: tuple[float, float] = ranged((0.02, 0.35), 0)
-    silence: tuple[float, float] = ranged((0.02, 0.2), 0)
-    speed: tuple[float, float] = ranged((0.85, 1.2), 0.25)
-    level_db: tuple[float, float] = ranged((-3.0, 3.0), -60)
-    floor_db: tuple[float, float] = ranged((-70.0, -45.0), -200)
-    trim_db: tuple[float, float] | None = ranged(None, -120, 0)
-    noise_db: tuple[float, float] | None = ranged(None, -120, 0)
-    noisy: float = ranged(1.0, 0, 1)
+    pause: Annotated[tuple[float, float], span(0)] = (0.02, 0.35)
+    silence: Annotated[tuple[float, float], span(0)] = (0.02, 0.2)
+    speed: Annotated[tuple[float, float], span(0.25)] = (0.85, 1.2)
+    level_db: Annotated[tuple[float, float], span(-60)] = (-3.0, 3.0)
+    floor_db: Annotated[tuple[float, float], span(-200)] = (-70.0, -45.0)
+    trim_db: Annotated[tuple[float, float] | None, span(-120, 0)] = None
+    noise_db: Annotated[tuple[float, float] | None, span(-120, 0)] = None
+    noisy: Share = 1.0
     digit_weights: tuple[float, ...] = ()
-    voices: float = ranged(0.0, 0, 1)
+    voices: Share = 0.0
     english: str = ""
     accents: dict[str, str] = field(default_factory=dict)
-    otherwise: float = ranged(0.0, 0, 1)
-    accented: float = ranged(0.0, 0, 1)
+    otherwise: Share = 0.0
+    accented: Share = 0.0
     more_voices: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    more: float = ranged(0.0, 0, 1)
+    more: Share = 0.0
     voice_folder: str | None = None
     words: str = ""
-    wordy: float = ranged(0.0, 0, 1)
+    wordy: Share = 0.0
     answers: SpokenDigitsConfig = field(default_factory=SpokenDigitsConfig)
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) <= 0:
             raise UserError(f"options.lengths {list(self.lengths)}: give weights of at least 0, one of them above")
-        check_fields(self, "options")
         weights = self.digit_weights
         if weights and not (len(weights) == 10 and min(weights) >= 0 and 0 < sum(weights) < float("inf")):
             raise UserError(f"options.digit_weights {list(weights)}: give ten weights of at least 0, one of them above")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
 from omni.errors import UserError
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration
 
 Sides = Literal["combined", "separate", "one_sided", "x_only", "delta_only"]
 
 
-@dataclass(frozen=True)
+@configuration
 class TransformConfig:
     """Shape of the hypernetwork's networks.
 
@@ -26,13 +27,10 @@ class TransformConfig:
     """
 
     sides: Sides = "combined"
-    hidden: int = ranged(1, 0)
-    rank: int = ranged(1920, 1)
+    hidden: NonNegativeInt = 1
+    rank: PositiveInt = 1920
     init: Literal["id", "xavier"] = "id"
     norm: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, "mend.transform")
 
     def side(self, inputs: int, outputs: int) -> Literal["combined", "separate", "x", "delta"]:
         """The side or sides that are transformed for a linear of this shape."""
@@ -41,7 +39,7 @@ class TransformConfig:
         return {"x_only": "x", "delta_only": "delta"}.get(self.sides, self.sides)  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
+@configuration
 class MendConfig:
     """Settings of the hypernetwork.
 
@@ -56,15 +54,12 @@ class MendConfig:
     transform: TransformConfig = field(default_factory=TransformConfig)
     shared: bool = True
     split: bool = False
-    edit_lr: float = ranged(1e-4, above=-math.inf, below=math.inf)
-    c_edit: float = ranged(0.1, above=0, below=math.inf)
-    c_loc: float = ranged(1.0, 0, below=math.inf)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "mend")
+    edit_lr: float = 1e-4
+    c_edit: PositiveFloat = 0.1
+    c_loc: NonNegativeFloat = 1.0
 
 
-@dataclass(frozen=True)
+@configuration
 class FinetuneConfig:
     """Settings of the fine-tuning baseline.
 
@@ -76,14 +71,13 @@ class FinetuneConfig:
     """
 
     norm: Literal["linf", "l2"] = "linf"
-    bound: float = ranged(1e-3, above=0)
-    lr: float = ranged(5e-4, above=0)
-    steps: int = ranged(50, 1)
+    bound: PositiveFloat = 1e-3
+    lr: PositiveFloat = 5e-4
+    steps: PositiveInt = 50
     enough: float = 0.01
-    rank: int | None = ranged(None, 1, way=", or null for dense changes")
+    rank: PositiveInt | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "finetune")
         if self.rank is not None and self.norm == "linf":
             raise UserError("finetune.norm linf bounds single weights, which a change of low rank has none of; use l2")

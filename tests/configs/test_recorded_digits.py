@@ -280,7 +280,7 @@ def test_mistakes_are_named(folder, tmp_path):
         ({"folder": str(tmp_path)}, "holds no files such as 7_jackson_12.wav"),
         ({"held_out": ("dora",)}, "'dora', but .* has anna, berta, clara"),
         ({"held_out": ("anna", "berta", "clara")}, "keeps every speaker"),
-        ({"pause": (0.3, 0.1)}, "options.pause is 0.3 to 0.1"),
+        ({"pause": (0.3, 0.1)}, r"pause is \(0.3, 0.1\); give the lowest and the highest, at least 0"),
         ({"words": "dog ca|t"}, r"options.words has 'ca\|t': write words of letters"),
         ({"wordy": 0.5, "words": "dog"}, "synthetic voices say nothing: raise options.voices or more"),
         ({"accents": words, "more_voices": {"en": ("espeak",), "de": ("espeak",)}}, "'espeak', which is there already"),

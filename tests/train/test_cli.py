@@ -63,12 +63,12 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
     [
         (["fti", "x.yaml"], "command 'fti' is unknown; did you mean 'fit'?"),
         (["fit", "FILE", "--optimizer.lrr", "1"], "unknown option --optimizer.lrr; did you mean --optimizer.lr"),
-        (["fit", "FILE", "--optimizer.lr", "fast"], "error: option --optimizer.lr is 'fast'; give a number"),
+        (["fit", "FILE", "--optimizer.lr", "fast"], "error: option --optimizer.lr is 'fast'; it must be a number"),
         (
             ["fit", "FILE", "--optimizer.name", "adan"],
-            "option --optimizer.name is 'adan'; give adamw, muon or paged_adamw_8bit",
+            "option --optimizer.name is 'adan'; it must be 'adamw', 'muon' or 'paged_adamw_8bit'; did you mean adamw?",
         ),
-        (["fit", "FILE", "--budget.steps", "0"], "budget.steps is 0; it must be at least 1"),
+        (["fit", "FILE", "--budget.steps", "0"], "option --budget.steps is 0; it must be greater than 0, or null"),
         (["fit", "FILE", "stray"], "unrecognized arguments: stray; see "),
         (
             ["fit", "nowhere.yaml"],
@@ -82,10 +82,10 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
             ["plan", "FILE", "--objective.ctc_weight", "1"],
             "ctc_weight is 1.0, but the model has no alignment head: set data.al",
         ),
-        (["fit", "FILE", "--trainable", "projector.*"], "option --trainable is 'projector.*'; give a list, such as ['name']"),
-        (["fit", "FILE", "--seed", "99999999999999999999"], "seed is 99999999999999999999; it must be at least 0"),
+        (["fit", "FILE", "--trainable", "projector.*"], "option --trainable is 'projector.*'; it must be a list"),
+        (["fit", "FILE", "--seed", "99999999999999999999"], "seed is 99999999999999999999; it must be less than or equal to"),
         (["plan", "FILE", "--devices", "abc"], "see FILE or omni-train plan --help"),
-        (["fit", "FILE", "--budget.steps", "abc"], "error: option --budget.steps is 'abc'; give a whole number, or null"),
+        (["fit", "FILE", "--budget.steps", "abc"], "error: option --budget.steps is 'abc'; it must be a whole number, or null"),
         (["fit", "FILE", "--run_folder", "FILE", "--dry_run"], "is a file where a folder belongs; name another folder"),
         (["fit", "s3://b/run.yaml"], "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read here"),
         (["data", "prepare", "sftp://h/o/n", "TMP"], "sftp://h/o/n: addresses that start with sftp:// are not read"),
@@ -106,16 +106,19 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        (YAML.replace("arithmetic", "arithmatic"), r"unknown key data\.sources\[0\]\.options\.arithmatic; did you mean"),
+        (
+            YAML.replace("arithmetic", "arithmatic"),
+            r"data\.sources\.0: the source .*: unknown key 'arithmatic'; did you mean",
+        ),
         (YAML + "clip: [\n", "tiny.yaml cannot be read .*give a YAML file"),
         (YAML + "budget: {minutes: 3}\n", r"^configuration .*tiny\.yaml line 7: budget is given again, after line 2; keep"),
         ("- a\n", "holds list; it must be a mapping"),
-        (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps is 'two'; give a whole number, or null$"),
+        (YAML.replace("steps: 2", "steps: two"), r"tiny\.yaml: budget\.steps is 'two'; it must be a whole number, or null$"),
         (
             YAML.replace("spoken-digits", "web"),
-            r"tiny\.yaml: data\.sources\[0\]\.kind: source 'web' is unknown; .*spoken-digits",
+            r"tiny\.yaml: data\.sources\.0: source\.kind: source 'web' is unknown; .*spoken-digits",
         ),
-        (YAML + "validation:\n", r"tiny\.yaml: validation is empty: give keys of it, or leave it out"),
+        (YAML + "validation:\n", r"tiny\.yaml: validation is None; it must be a mapping of keys"),
     ],
 )
 def test_mistakes_in_the_file(text: str, line: str, file: str) -> None:

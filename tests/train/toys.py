@@ -42,6 +42,7 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
 )
+from train.data.config import DataConfig, SourceConfig
 from train.distributed.fabric import build_fabric, leave, quantized_type
 from train.distributed.launching import launch
 from train.distributed.process_group import ProcessGroup, lost_named
@@ -148,7 +149,7 @@ def toy_config(folder: Path | str, **changes: Any) -> FitConfig:
     base: dict[str, Any] = {
         "budget": BudgetConfig(steps=8),
         "model": ModelSection(preset="nano"),
-        "data": None,
+        "data": DataConfig((SourceConfig("stored", path="toys"),)),
         "run_folder": str(folder),
         "fabric": FabricConfig(accelerator="cpu", devices=1),
         "optimizer": OptimizerConfig(lr=1e-2),

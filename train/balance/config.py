@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal
 
 from omni.errors import UserError, closest
 from omni.tasks import TASKS, find_task
+from omni.utils.configuration import configuration
 from train.balance.registry import LEVELS, Method, Setting
 from train.data.config import DataConfig
 
@@ -20,7 +21,7 @@ MAX_TASKS = 10
 """Largest number of balanced tasks: the solvers enumerate all their subsets."""
 
 
-@dataclass(frozen=True)
+@configuration
 class BalanceConfig:
     """How a step combines its tasks, see docs/balance.md.
 

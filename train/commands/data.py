@@ -48,7 +48,7 @@ def run_prepare(argv: Sequence[str]) -> int:
     """Runs the command; prints what was made, and how long it took."""
     parser = _prepare_parser()
     chosen = parser.read(argv)
-    config = parser.configuration(chosen)
+    config = parser.configuration()
     start = time.monotonic()
     done = prepare(chosen["source"], chosen["out"], config, chosen["progress"])
     print(summary(done, chosen["out"]))
@@ -75,7 +75,7 @@ def _prepare_parser() -> ConfigParser:
 
 def run_validate(argv: Sequence[str]) -> int:
     """Runs the command; returns 1 where an error was found, 0 where at most warnings were."""
-    parser = Parser(
+    parser = ConfigParser(
         prog="omni-train data validate",
         description="Find what is wrong with rows: format, codes, recordings, texts, duplicates, and what other data has too. "
         "Exit code 1 where there are errors; warnings do not count.",
@@ -86,11 +86,11 @@ def run_validate(argv: Sequence[str]) -> int:
     parser.add_argument("--report", type=given_path, help="write counts and examples to this JSON file")
     parser.add_argument("--findings", type=given_path, help="write every finding to this JSON lines file")
     parser.add_argument("--examples", type=int, default=3, help="how many of a kind are shown")
-    parser.add_class_arguments(Bounds, None)
+    parser.add_config(Bounds)
     add_processes(parser)
     add_progress(parser)
     chosen = parser.read(argv)
-    bounds = Bounds(*(chosen[name] for name in Bounds.__dataclass_fields__))
+    bounds = parser.configuration()
     check_least(chosen, examples=0)
     codecs = Codecs(chosen["codec_folder"])
     processes = chosen_processes(chosen)

@@ -13,7 +13,7 @@ from omni.utils.remote import check_there
 from train.config.parse import ConfigParser, file_first
 from train.console.command import check_command, given_model, given_path
 from train.console.progress import counted
-from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig
+from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig, MergeConfig
 
 HELP = """usage: omni-train edit COMMAND [options]
 
@@ -41,30 +41,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_command(
-    argv: Sequence[str], name: str, description: str, paths: Mapping[str, str], config_class: type | None = None
+    argv: Sequence[str], name: str, description: str, paths: Mapping[str, str], config_class: type = MergeConfig
 ) -> tuple[list[Path], Any]:
-    """Reads the words of a command: its paths, and its configuration, or whether to overwrite.
+    """Reads the words of a command: its paths, and its configuration.
 
     Args:
         paths: the paths that it takes, with their help. Those to read are refused (UserError) where they do not exist.
-        config_class: dataclass of its configuration; None for a command without one.
     """
     parser = ConfigParser(prog=f"omni-train edit {name}", description=description)
     for path, text in paths.items():
         parser.add_argument(path, type=given_model if path == "model" else given_path, help=text)
-    if config_class is not None:
-        parser.add_config(config_class)
-    else:
-        parser.add_argument("--overwrite", type=bool, default=False, help="replace a folder of that name")
-        pairs = zip(argv, [*argv[1:], ""], strict=True)  # it may be given without a value
-        argv = [f"{word}=true" if word == "--overwrite" and after not in ("true", "false") else word for word, after in pairs]
+    parser.add_config(config_class)
     values = parser.read(argv)
     for path in paths:
         if path == "model":
             check_folder(values[path])
         elif path != "out":
             check_there(values[path], path, f"{values[path]} does not exist; give {paths[path]}")
-    return [values[path] for path in paths], values["overwrite"] if config_class is None else parser.configuration(values)
+    return [values[path] for path in paths], parser.configuration()
 
 
 def _apply(argv: Sequence[str]) -> int:
@@ -99,22 +93,22 @@ def _eval(argv: Sequence[str]) -> int:
 
 def _merge(argv: Sequence[str]) -> int:
     arguments = {"model": MODEL, "edits": EDITS, "out": OUT}
-    (model, edits, out), overwrite = read_command(argv, "merge", "Put edits into the weights of a model.", arguments)
+    (model, edits, out), config = read_command(argv, "merge", "Put edits into the weights of a model.", arguments)
     with importing():
         from train.edit.apply import merge_folder
 
-    names = merge_folder(model, edits, out, overwrite)
+    names = merge_folder(model, edits, out, config.overwrite)
     print(f"{out}: {model} with the edits of {edits} in {counted(len(names), 'linear')}")
     return 0
 
 
 def _revert(argv: Sequence[str]) -> int:
     arguments = {"model": "a model folder that `edit merge` wrote", "edits": EDITS, "out": OUT}
-    (model, edits, out), overwrite = read_command(argv, "revert", "Take merged edits out again, bit for bit.", arguments)
+    (model, edits, out), config = read_command(argv, "revert", "Take merged edits out again, bit for bit.", arguments)
     with importing():
         from train.edit.apply import revert_folder
 
-    names = revert_folder(model, edits, out, overwrite)
+    names = revert_folder(model, edits, out, config.overwrite)
     print(f"{out}: {model} without the edits of {edits}; {len(names)} linears are as they were")
     return 0
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         return _evaluate_turn_ends(argv)
     parser = _parser()
     chosen = parser.read(argv)
-    config = parser.configuration(chosen)
+    config = parser.configuration()
     if chosen["teacher"] is not None:
         return _evaluate_distances(chosen, config)
     if chosen["chunks"] is not None:
@@ -67,8 +67,7 @@ def _parser() -> ConfigParser:
     parser.add_argument("model", type=given_model, help="a model folder")
     parser.add_argument("data", type=given_path, help="file or folder of the questions")
     parser.add_argument("--out", type=given_path, required=True, help="folder for the report and the answers")
-    parser.add_config(EvalConfig, skip={"text"})
-    parser.add_argument("--text", action="store_true", help="also take the text-only score of the questions' texts (T1T2)")
+    parser.add_config(EvalConfig)
     parser.add_argument(
         "--chunks",
         type=str,

@@ -17,7 +17,7 @@ from omni.stores.hub import CARD
 from omni.tasks import find_task
 from omni.utils.hardware import check_device, check_quantize
 from omni.utils.process import importing, say
-from train.config.parse import read_fit_config
+from train.config.parse import ConfigParser, read_fit_config
 from train.console.command import Parser, check_least, given_model, given_path
 from train.console.progress import Bar, duration, shown
 from train.convert.options import ConvertOptions, check
@@ -50,28 +50,16 @@ def run_convert(argv: Sequence[str]) -> int:
 def parse_convert(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
     """Parses source, target and options; UserError where they are not valid."""
     formats = ", ".join(f"{name} ({description})" for name, description in KINDS.items())
-    parser = Parser(
+    parser = ConfigParser(
         prog="omni-train convert",
         description="`omni-train convert SOURCE TARGET`: convert weights of other projects into a model folder, and out again. "
         f"Kinds: {formats}.",
     )
     parser.add_argument("source", type=given_path, help="a file or folder of weights")
     parser.add_argument("target", type=given_path, help="the folder to write")
-    for flag, text in FLAGS.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=text)
-    parser.add_class_arguments(ConvertOptions, None, skip=set(FLAGS))
+    parser.add_config(ConvertOptions)
     values = parser.read(argv)
-    source, target = values.pop("source"), values.pop("target")
-    return source, target, ConvertOptions(**values)
-
-
-FLAGS = {
-    "overwrite": "replace a TARGET that an earlier conversion or training wrote",
-    "keep_text": "keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained",
-    "drop_vision": "of a mini-omni2: leave its vision adapter aside and keep what hears and speaks",
-    "drop_ctc": "of a model folder: leave its alignment head aside, which only training uses",
-    "quiet": "show nothing while it works",
-}
+    return values["source"], values["target"], parser.configuration()
 
 
 def run_push(argv: Sequence[str]) -> int:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import types
 import typing
 from argparse import SUPPRESS
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any
 
 import yaml
 
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
-from omni.utils.arguments import meant
+from omni.utils.arguments import is_option
+from omni.utils.configuration import all_keys, hint_at, inner, plain, validate
 from train.config.run import FitConfig
 from train.console.command import GIVE, RECIPES, Parser, find_config, load_yaml, read_config
-from train.data.config import SourceConfig
-from train.data.sources import SOURCES, find_source, shipped
+from train.data.sources import SOURCES, shipped
 
 
 def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
@@ -41,34 +39,16 @@ def read_with_options(
     parser = fit_parser(command)
     for name, option_type in options.items():
         more: dict[str, Any] = {"action": "store_true"} if option_type is bool else {"type": option_type}
-        parser.add_argument(f"--{name}", help=SUPPRESS, **more)  # else --print_config has them
+        parser.add_argument(f"--{name}", help=SUPPRESS, **more)
     if not argv:
         raise UserError(f"no configuration is given: {GIVE}")
     values = parser.read(file_first(argv))
     chosen = {name: values[name] for name in options if values[name] is not None and values[name] is not False}
     if check is not None:
         check(chosen)
-    config = parser.configuration(values)
+    config = parser.configuration()
     config.check_head()
     return config, parser.file.stem if parser.file else "run", chosen
-
-
-def _load_plugins(data: dict[str, Any], file: Path) -> None:
-    """Loads the plug-ins that a file names under `plugins`, before its other keys are read; paths there start at the file, and
-    those that are not there at the recipes, for copies of these."""
-    names = data.get("plugins") or ()
-    if not isinstance(names, (list, tuple)):
-        raise UserError(f"{file}: plugins is {names!r}; it must be a list of modules' names")
-    if names:
-        beside = {n: RECIPES / n for n in map(str, names) if n.startswith("./") and not (file.parent / n).exists()}
-        names = [str(beside[n]) if n in beside and beside[n].exists() else n for n in map(str, names)]
-        load_plugins(names, f"{file}: plugins:", file.parent)
-        data["plugins"] = _own_plugins()
-
-
-def _own_plugins() -> list[str]:
-    """Names of the plug-ins of this process, by `--plugin` too, without those that ship with the package."""
-    return [name for name in loaded() if name not in shipped()]
 
 
 def read_run(argv: Sequence[str]) -> FitConfig:
@@ -105,9 +85,6 @@ def fit_parser(command: str = "fit") -> ConfigParser:
         "(docs/training.md).",
     )
     parser.add_config(FitConfig, "the YAML file (also as the first argument)")
-    if named := _own_plugins():  # so that --print_config names them
-        parser.set_defaults({"plugins": named})
-    parser.may_be_empty = False
     return parser
 
 
@@ -116,230 +93,137 @@ def file_first(argv: Sequence[str]) -> list[str]:
     return ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
 
 
-@dataclasses.dataclass(frozen=True)
-class NoKeys:
-    """The configuration of a command without one."""
-
-
 class ConfigParser(Parser):
-    """Parses the words of a command that has a configuration: a YAML file after `--config`, and dotted overrides."""
+    """Parses the words of a command that has a configuration: a YAML file after `--config`, and dotted overrides of its keys.
 
-    config_class: Any = NoKeys
+    Values are pydantic's to check; the parser of jsonargparse takes the command's own options, and prints the help.
+    """
+
+    config_class: Any = None
     file: Path | None = None
 
-    def add_config(self, config_class: type, help: str = "YAML file with any of the following", **more: Any) -> None:
-        """Adds `--config`, and an option for every key of a dataclass."""
-        self.config_class = config_class
-        self.add_argument("--config", action="config", help=help)
-        self.add_class_arguments(config_class, None, **more)
+    def add_config(self, config_class: type, help: str = "YAML file with any of the following") -> None:
+        """Adds `--config`, and an option for every key of a configuration."""
+        self.config_class, self.data, self.overridden = config_class, dict[str, Any](), set[str]()
+        self.add_argument("--config", type=str, help=help)
+        self.add_argument("--print_config", action="store_true", help="Print the complete configuration and exit.")
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Values by name; UserError also for a key of the file that is unknown, or there twice."""
-        file, words = _take_file(words)
-        if file is not None:
-            self.file, self.source = file, f"{file} or "
-            data = dict(read_config(file))
-            if "plugins" in typing.get_type_hints(self.config_class):
-                _load_plugins(data, file)
-                self.epilog = "\n".join(
-                    f"options of the source {source}: {', '.join(field.name for field in dataclasses.fields(options))}."
-                    for source, options in SOURCES.items()
-                    if dataclasses.fields(options)
-                )
-            words, numbered = _numbered(words)
-            for path, value in numbered:
-                _set(data, path, value, file)
-            self._check_keys(self.config_class, data, str(file))
-            words = [f"--config={yaml.safe_dump(data, default_style=chr(34))}", *words]
-        return super().read(words)
+        """Values of the command's own options, by name; the configuration is made by `configuration`."""
+        if self.config_class is None:
+            return super().read(words)
+        own, overrides = self._separate(words)
+        if files := [word for word in own if word.startswith("--config=")]:
+            self._read_file([word.partition("=")[2] for word in files])
+        if helped := [word for word in own if word in ("-h", "--help") or word.endswith(".help")]:
+            self.add_class_arguments(self.config_class, None)
+            super().read(helped)
+        for path, value in overrides:
+            self._set(path, value)
+        values = super().read([word for word in own if word != "--print_config"])
+        if "--print_config" in own:
+            print(yaml.safe_dump(_keep_given(plain(self.configuration()), self.data), sort_keys=False), end="")
+            self.exit()
+        return values
 
-    def configuration(self, values: Mapping[str, Any]) -> Any:
-        """The configuration among the values that were read."""
-        return self.config_class(**{field.name: values[field.name] for field in dataclasses.fields(self.config_class)})
+    def configuration(self) -> Any:
+        """The configuration that was read; UserError for what is wrong with it."""
+        return validate(self.config_class, self.data, self._where)
+
+    def _where(self, path: str) -> str:
+        """The option or the file that gave a key, before its name in a message."""
+        if any(path == key or path.startswith(f"{key}.") for key in self.overridden):
+            return "option --"
+        return f"{self.file}: " if self.file else "--"
 
     @property
     def options(self) -> list[str]:
-        return [*super().options, *all_keys(self.config_class)]
+        return [*super().options, *(all_keys(self.config_class) if self.config_class else ())]
 
-    def check_option(self, name: str, value: str | None, inner: bool = False) -> None:
-        path = name[2:].partition(".help")[0].rstrip("+")
-        own = name in self._option_string_actions and path.partition(".")[0] not in typing.get_type_hints(self.config_class)
-        if own or not name.startswith("--"):
-            return super().check_option(name, value)
-        hint, action = self._type_of(path), self._option_string_actions.get(name)
-        super().check_option(name, value, inner=True)
-        if value is not None and (action is None or action.nargs != 0):
-            self._check_keys(hint, _plain(value), f"option {name}", path)
+    def _separate(self, words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+        """Separates the command's own words, with `--config=FILE` in one, from overrides of keys. A key of true or false may be
+        given without a value."""
+        sections = typing.get_type_hints(self.config_class)
+        own: list[str] = []
+        overrides: list[tuple[str, str]] = []
+        left = list(words)
+        while left:
+            name, equals, value = left.pop(0).partition("=")
+            key = name[2:].partition(".")[0]
+            is_key = name.startswith("--") and key in sections and f"--{key}" not in self._option_string_actions
+            if not (is_key or name == "--config") or name.endswith(".help"):
+                own.append(name + equals + value)
+                continue
+            flag = hint_at(self.config_class, name[2:].split(".")) is bool
+            if not equals and left and not is_option(left[0]) and not (flag and left[0] not in ("true", "false")):
+                value = left.pop(0)
+            elif not equals:
+                value = "true" if flag else ""
+            if name == "--config":
+                own.append(f"--config={value}")
+            elif value or (equals and hint_at(self.config_class, name[2:].split(".")) is str):
+                overrides.append((name[2:], value))
+            else:
+                raise UserError(f"option {name} is empty; give a value, or leave it out")
+        return own, overrides
 
-    def _check_keys(self, hint: Any, data: Any, where: str, path: str = "") -> None:
-        """Refuses keys of plain data that a dataclass does not have, and sections without keys, however deep."""
-        optional, hint = hint, _inner(hint)
-        origin, args = typing.get_origin(hint), typing.get_args(hint)
-        if dataclasses.is_dataclass(hint):
-            hints = typing.get_type_hints(hint)
-            if data is None and optional is hint:
-                raise UserError(f"{where}: {path} is empty: give keys of it, or leave it out for what it is by default")
-            if data is not None and not isinstance(data, Mapping):
-                first = next(iter(hints), "none")
-                raise UserError(f"{where}: {path} is {data!r}; give it keys, such as {path}.{first}: {', '.join(hints)}")
-            data = data or {}
-            if hint is SourceConfig:
-                hints["options"] = find_source(str(data.get("kind", "stored")), f"{where}: {_dotted(path, 'kind')}")
-            for key in data:
-                if key not in hints:
-                    raise UserError(f"{where}: unknown key {_dotted(path, key)}; {self._hint(path, str(key), hint)}")
-                self._check_keys(hints[key], _as_text(hints[key], data, key), where, _dotted(path, key))
-        elif origin in (tuple, list) and isinstance(data, Sequence) and not isinstance(data, str) and args:
-            for i, value in enumerate(data):
-                self._check_keys(args[0], value, where, f"{path}[{i}]")
-        elif origin is dict and isinstance(data, Mapping):
-            for key, value in data.items():
-                _as_text(args[1], data, key)
-                self._check_keys(args[1], value, where, _dotted(path, key))
-        elif (wanted := _wanted(optional)) is not None and not _fits(optional, data):
-            location = where if where.endswith(path) else f"{where}: {path}"
-            raise UserError(f"{location} is {data!r:.80}; give {wanted}")
+    def _read_file(self, names: Sequence[str]) -> None:
+        """Reads the file of the configuration, and loads its plug-ins."""
+        if "" in names:
+            raise UserError(f"the configuration's name is empty; {GIVE}")
+        if len(names) > 1:
+            raise UserError(f"the configurations {' and '.join(names)} are both given; name one")
+        self.file = find_config(names[0])
+        self.source, self.data = f"{self.file} or ", dict(read_config(self.file))
+        if "plugins" in typing.get_type_hints(self.config_class):
+            _load_plugins(self.data, self.file)
+            self.epilog = "\n".join(
+                f"options of the source {source}: {', '.join(field.name for field in dataclasses.fields(options))}."
+                for source, options in SOURCES.items()
+                if dataclasses.fields(options)
+            )
 
-    def _type_of(self, path: str) -> Any:
-        """Type of the value at a dotted key, None where any is allowed; UserError where there is no such key."""
-        here: Any = self.config_class
-        for part in path.split("."):
-            here = _inner(here)
-            if not dataclasses.is_dataclass(here):
-                return None  # below the typed keys: those of a mapping, which the parser checks
-            hints = typing.get_type_hints(here)
-            if part not in hints:
-                around, key = path.rpartition(".")[::2]
-                raise UserError(f"unknown option --{path}; {self._hint(around, key, here, '--')}")
-            here = hints[part]
-        return here
-
-    def _hint(self, path: str, key: str, config_class: Any, mark: str = "") -> str:
-        """Suggests what was meant by a key that a dataclass does not have; `mark` is printed before it."""
-        beside = [_dotted(path, name) for name in typing.get_type_hints(config_class)]
-        known = self.options if mark else all_keys(self.config_class)
-        return meant(_dotted(path, key), [*beside, *known], mark) or f"see {self.command} --help"
-
-
-def all_keys(config_class: Any, path: str = "") -> Iterator[str]:
-    """Every dotted key of a dataclass that holds a value, however deep."""
-    for name, hint in typing.get_type_hints(config_class).items():
-        inner = _inner(hint)
-        if dataclasses.is_dataclass(inner):
-            yield from all_keys(inner, _dotted(path, name))
-        else:
-            yield _dotted(path, name)
+    def _set(self, path: str, text: str) -> None:
+        """Sets a dotted key, in which numbers are places in lists. A section keeps the keys that a mapping does not have."""
+        try:
+            value = load_yaml(text)
+        except yaml.YAMLError:
+            value = text
+        parts = [int(part) if part.isdigit() else part for part in path.split(".")]
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(inner(hint_at(self.config_class, parts))):
+            for key, content in value.items():
+                self._set(f"{path}.{key}", json.dumps(content))
+            return
+        here: Any = self.data
+        for at, (part, after) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
+            if isinstance(here, list) and not (isinstance(part, int) and part < len(here)):
+                way = f"{'.'.join(map(str, parts[:at]))} of {self.file}"
+                raise UserError(f"option --{path}: {way} has {len(here)} entries, counted from 0; {part} is none")
+            if after is None:
+                here[part] = value
+            elif not isinstance(here, list) and not isinstance(here.get(part), (dict, list)):
+                here[part] = {}
+            here = here[part]
+        self.overridden.add(path)
 
 
-def _take_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Separates the file after `--config` from the other words; UserError where there are two."""
-    files: list[str] = []
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name == "--config":
-            files.append(value if equals else next(left, ""))
-        else:
-            rest.append(word)
-    if "" in files:
-        raise UserError(f"the configuration's name is empty; {GIVE}")
-    if len(files) > 1:
-        raise UserError(f"the configurations {' and '.join(files)} are both given; name one")
-    return find_config(files[0]) if files else None, rest
+def _keep_given(complete: Any, source: Any) -> Any:
+    """The complete configuration with the texts and numbers that were given, where reading decided them (`auto`)."""
+    if isinstance(complete, dict) and isinstance(source, Mapping):
+        return {key: _keep_given(value, source.get(key, value)) for key, value in complete.items()}
+    return complete if isinstance(complete, list) or source is None else source
 
 
-def _numbered(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separates overrides that reach into a list (`--data.sources.0.weight 2`), the second result, from the other words."""
-    rest, numbered = [], []
-    left = iter(words)
-    for word in left:
-        path, equals, value = word[2:].partition("=")
-        if word.startswith("--") and any(part.isdigit() for part in path.split(".")):
-            numbered.append((path, value if equals else next(left, "")))
-        else:
-            rest.append(word)
-    return rest, numbered
-
-
-def _set(data: Any, path: str, value: str, file: Path) -> None:
-    """Sets a dotted key of plain data; numbers in it are places in lists, and missing mappings are made."""
-    *way, last = path.split(".")
-    here = data
-    for i, part in enumerate([*way, last]):
-        if isinstance(here, list):
-            if not (part.isdigit() and int(part) < len(here)):
-                where = ".".join(path.split(".")[:i])
-                raise UserError(f"option --{path}: {where} of {file} has {len(here)} entries, counted from 0; {part} is none")
-        elif not isinstance(here, dict):
-            raise UserError(f"option --{path}: {'.'.join(path.split('.')[:i])} of {file} is {here!r}; it holds no {part}")
-        key: Any = int(part) if isinstance(here, list) else part
-        if i == len(way):
-            here[key] = _plain(value)
-        else:
-            here = here[key] if isinstance(here, list) else here.setdefault(key, {})
-
-
-def _plain(text: str) -> Any:
-    """The value of a word as YAML, or the word itself where it is none."""
-    try:
-        return load_yaml(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _wanted(hint: Any) -> str | None:
-    """What a value of a plain type is, for messages; None for a type that is left to the parser."""
-    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        parts = [_wanted(part) for part in args]
-        return None if None in parts else ", or ".join(part for part in parts if part)
-    if origin is Literal:
-        return ", ".join(map(str, args[:-1])) + f" or {args[-1]}" if len(args) > 1 else str(args[0])
-    if origin in (tuple, list):
-        sorts = {float: ", such as [0.9, 0.95]", str: ", such as ['name']"}
-        return f"a list{sorts.get(args[0], '') if args else ''}"
-    return plain.get(hint)
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    """Whether a plain value, or a text that the parser turns into one, has a type that `_wanted` names."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        return any(_fits(part, value) for part in args)
-    if origin is Literal:
-        return value in args
-    if origin in (tuple, list):
-        return isinstance(value, (list, tuple))
-    if hint is float:
-        return not isinstance(value, bool) and _is_number(value)
-    if hint is str:
-        return not isinstance(value, (list, dict))
-    return type(value) is hint
-
-
-def _as_text(hint: Any, data: Any, key: Any) -> Any:
-    """The value of a key; where a text is wanted, a number becomes one as it is written."""
-    if _inner(hint) is str and isinstance(data[key], int | float) and not isinstance(data[key], bool):
-        data[key] = str(data[key])
-    return data[key]
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return isinstance(value, (int, float)) or math.isfinite(float(value))  # YAML takes 3e-4 for a text
-    except (TypeError, ValueError):
-        return False
-
-
-def _inner(hint: Any) -> Any:
-    """`X | None` without the None."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        rest = [a for a in typing.get_args(hint) if a is not type(None)]
-        return rest[0] if len(rest) == 1 else hint
-    return hint
-
-
-def _dotted(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
+def _load_plugins(data: dict[str, Any], file: Path) -> None:
+    """Loads the plug-ins that a file names under `plugins`, before its other keys are read; paths there start at the file, and
+    those that are not there at the recipes, for copies of these."""
+    names = data.get("plugins") or ()
+    if not isinstance(names, (list, tuple)):
+        raise UserError(f"{file}: plugins is {names!r}; it must be a list of modules' names")
+    if names:
+        beside = {n: RECIPES / n for n in map(str, names) if n.startswith("./") and not (file.parent / n).exists()}
+        names = [str(beside[n]) if n in beside and beside[n].exists() else n for n in map(str, names)]
+        load_plugins(names, f"{file}: plugins:", file.parent)
+    own = [name for name in loaded() if name not in shipped()]  # by `--plugin` too
+    if names or own:
+        data["plugins"] = own

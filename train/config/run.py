@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import asdict, field, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat
 
 from omni.config import preset
 from omni.errors import UserError
 from omni.plugins import load_plugins
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration
 from train.balance.config import BalanceConfig, check_balance
 from train.config.sections import (
     LARGEST_SEED,
@@ -35,7 +37,7 @@ from train.data.config import DataConfig
 from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_turn_head
 
 
-@dataclass(frozen=True)
+@configuration
 class FitConfig:
     """A training run.
 
@@ -59,13 +61,13 @@ class FitConfig:
     model: ModelSection
     data: DataConfig
     run_folder: str = ""
-    seed: int = ranged(0, 0, LARGEST_SEED)
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     resume: Literal["auto", "extend", "force", "restart"] = "auto"
     trainable: tuple[str, ...] = ("*",)
     lora: LoRASection | None = None
     balance: BalanceConfig | None = None
-    ema: float | None = ranged(None, above=0, below=1, way=", such as 0.999")
-    clip: float | None = ranged(1.0, above=0, way=", or null for no clipping")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    clip: PositiveFloat | None = 1.0
     guard: bool = False
     fabric: FabricConfig = field(default_factory=FabricConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -79,7 +81,6 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         load_plugins(self.plugins, "plugins")
-        check_fields(self)
         _need(
             self.lora is None or self.trainable == ("*",),
             "trainable and lora are both given; name what is trained beside the adapters under lora.trainable",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import field, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from omni.codec.registry import CODECS
 from omni.config import preset
@@ -13,14 +15,14 @@ from omni.errors import UserError
 from omni.lora.config import LoRAConfig
 from omni.pretrained import find_model
 from omni.tasks import find_task
+from omni.utils.configuration import Share, configuration
 from omni.utils.process import importing
-from omni.utils.ranges import check_fields, ranged
 
 LORA = "*.lora.*"
 """Names of adapters' parameters."""
 
 
-@dataclass(frozen=True)
+@configuration
 class LoRASection(LoRAConfig):
     """Low-rank adapters instead of the weights themselves; see `omni.lora.attach`.
 
@@ -52,7 +54,7 @@ def _need(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-@dataclass(frozen=True)
+@configuration
 class FabricConfig:
     """Devices, processes and precision of the run, by Lightning Fabric.
 
@@ -77,22 +79,21 @@ class FabricConfig:
 
     accelerator: str = "auto"
     devices: int | str = "auto"
-    num_nodes: int = ranged(1, 1)
+    num_nodes: PositiveInt = 1
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    replicas: int = ranged(1, 1)
-    tensor_parallel: int = ranged(1, 1)
+    replicas: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "auto"] = "32-true"
     checkpointing: bool | Literal["selective"] = False
     compile: bool = False
     deterministic: bool = False
-    timeout_seconds: float = ranged(3600.0, above=0)
+    timeout_seconds: PositiveFloat = 3600.0
 
     def __post_init__(self) -> None:
         _need(
             self.checkpointing in (True, False, "selective"),
             f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
         )
-        check_fields(self, "fabric")
         listed = [device.strip() for device in str(self.devices).split(",")]
         _need(
             listed != ["0"] and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
@@ -123,7 +124,7 @@ class FabricConfig:
         return (len(listed) if len(listed) > 1 else int(listed[0])) * self.num_nodes
 
 
-@dataclass(frozen=True)
+@configuration
 class ModelSection:
     """The model that is trained: a preset or a model folder, and fields that differ from it.
 
@@ -187,7 +188,7 @@ LARGEST_RATE = 1e3
 Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
 
 
-@dataclass(frozen=True)
+@configuration
 class GroupConfig:
     """Parameters with settings of their own.
 
@@ -201,16 +202,13 @@ class GroupConfig:
     """
 
     pattern: str
-    lr: float | None = ranged(None, 0, LARGEST_RATE)
-    muon_lr: float | None = ranged(None, 0, LARGEST_RATE)
-    weight_decay: float | None = ranged(None, 0, LARGEST_RATE)
+    lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] | None = None
+    muon_lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] | None = None
+    weight_decay: Annotated[float, Field(ge=0, le=LARGEST_RATE)] | None = None
     rule: Rule | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self, f"optimizer.groups {self.pattern!r}")
 
-
-@dataclass(frozen=True)
+@configuration
 class OptimizerConfig:
     """The optimizer.
 
@@ -225,14 +223,13 @@ class OptimizerConfig:
     """
 
     name: Rule = "adamw"
-    lr: float = ranged(1e-3, 0, LARGEST_RATE)
+    lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = ranged(0.01, 0, LARGEST_RATE)
-    muon_lr: float = ranged(0.02, 0, LARGEST_RATE)
+    weight_decay: Annotated[float, Field(ge=0, le=LARGEST_RATE)] = 0.01
+    muon_lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] = 0.02
     groups: tuple[GroupConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(self, "optimizer")
         _need(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"optimizer.betas is {list(self.betas)}; give two numbers of at least 0 and below 1, such as [0.9, 0.95]",
@@ -244,7 +241,7 @@ class OptimizerConfig:
         return " ".join(f"--optimizer.{name} {getattr(self, name) * math.sqrt(ratio):.3g}" for name in names)
 
 
-@dataclass(frozen=True)
+@configuration
 class ScheduleConfig:
     """The learning rate over the run, as a factor of each group's own.
 
@@ -256,15 +253,12 @@ class ScheduleConfig:
     """
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    warmup_steps: int = ranged(0, 0)
-    final: float = ranged(0.0, 0, 1)
-    decay: float = ranged(0.2, above=0, most=1)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "schedule")
+    warmup_steps: NonNegativeInt = 0
+    final: Share = 0.0
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.2
 
 
-@dataclass(frozen=True)
+@configuration
 class BudgetConfig:
     """Length of the run: it ends when the first of these is spent.
 
@@ -277,17 +271,16 @@ class BudgetConfig:
             end.
     """
 
-    steps: int | None = ranged(None, 1)
-    minutes: float | None = ranged(None, above=0, below=math.inf)
-    until: float | None = ranged(None, 0)
-    expected: int | None = ranged(None, 1)
+    steps: PositiveInt | None = None
+    minutes: PositiveFloat | None = None
+    until: NonNegativeFloat | None = None
+    expected: PositiveInt | None = None
 
     def __post_init__(self) -> None:
         _need(
             self.steps is not None or self.minutes is not None,
             "budget has neither steps nor minutes; say how long to train, such as --budget.steps 1000",
         )
-        check_fields(self, "budget")
 
 
 FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
@@ -298,7 +291,7 @@ FIGURES = ("exact_match", "wer", "code_accuracy", "ended", "loss")
 LOWER_IS_BETTER = ("wer", "loss")
 
 
-@dataclass(frozen=True)
+@configuration
 class CheckpointConfig:
     """When the training state is saved, and what is kept. It is always saved at the end and when the run is stopped.
 
@@ -315,16 +308,15 @@ class CheckpointConfig:
             copied to, beside the steps. Where the run folder has no checkpoint, the last one there is gone on from.
     """
 
-    every_steps: int | None = ranged(None, 1, way=", or null")
-    every_minutes: float | None = ranged(15.0, above=0, way=", or null")
-    keep_last: int = ranged(2, 1)
-    keep_best: int = ranged(1, 0)
+    every_steps: PositiveInt | None = None
+    every_minutes: PositiveFloat | None = 15.0
+    keep_last: PositiveInt = 2
+    keep_best: NonNegativeInt = 1
     metric: str = "exact_match"
     asynchronous: bool = True
     upload: str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "checkpoint")
         _need(
             self.metric.partition("/")[0] in FIGURES,
             f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
@@ -346,7 +338,7 @@ class CheckpointConfig:
         return "min" if self.metric.partition("/")[0] in LOWER_IS_BETTER else "max"
 
 
-@dataclass(frozen=True)
+@configuration
 class ValidationConfig:
     """Held-out rows of the data's sources: their loss, and free-running generation on their questions.
 
@@ -360,16 +352,15 @@ class ValidationConfig:
         max_seconds: longest spoken answer.
     """
 
-    every_steps: int | None = ranged(None, 1, way=", or null")
-    every_minutes: float | None = ranged(None, above=0, way=", or null")
+    every_steps: PositiveInt | None = None
+    every_minutes: PositiveFloat | None = None
     at_end: bool = True
-    questions: int = ranged(64, 0)
+    questions: NonNegativeInt = 64
     tasks: tuple[str, ...] = ("A1A2",)
-    rows: int = ranged(32, 1)
-    max_seconds: float = ranged(10.0, above=0)
+    rows: PositiveInt = 32
+    max_seconds: PositiveFloat = 10.0
 
     def __post_init__(self) -> None:
-        check_fields(self, "validation")
         for task in self.tasks:
             find_task(task, "validation.tasks")
 
@@ -379,7 +370,7 @@ class ValidationConfig:
         return self.questions > 0 and bool(self.tasks)
 
 
-@dataclass(frozen=True)
+@configuration
 class LogConfig:
     """Reports of the run. Tables, TensorBoard files, `curves.png` and `highest_loss.jsonl` are always written.
 
@@ -390,9 +381,6 @@ class LogConfig:
         wandb: project at Weights & Biases to report to as well; needs the package `wandb`.
     """
 
-    every: int = ranged(10, 1)
+    every: PositiveInt = 10
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     wandb: str | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "log")

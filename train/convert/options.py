@@ -3,7 +3,7 @@ that the result does not hold."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
@@ -12,10 +12,11 @@ from omni.convert.kinds import FLOATS, KINDS
 from omni.encoder.whisper_config import ENCODER_PRESETS
 from omni.errors import UserError, closest
 from omni.files import real_place
+from omni.utils.configuration import configuration
 from omni.utils.remote import check_there
 
 
-@dataclass(frozen=True)
+@configuration
 class ConvertOptions:
     """Options of a conversion.
 

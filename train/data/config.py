@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from omni.config import from_dict
 from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import Share, configuration, span
 from train.data.readers.contract import ReaderOptions
 from train.data.sources import SourceOptions, find_source
 from train.data.sources.mixture import Stage, TaskMixture, Weight, check_schedule
@@ -18,66 +20,65 @@ from train.data.sources.mixture import Stage, TaskMixture, Weight, check_schedul
 Range = tuple[float, float]
 
 
-@dataclass(frozen=True)
+@configuration
 class AugmentConfig:
     """Settings of the augmentation. The default changes nothing. A range is (lowest, highest), drawn uniformly.
 
     UserError: a range upside down or out of its bounds, a probability beyond 1.
     """
 
-    speed: Range | None = ranged(None, 0.25, 4)
+    speed: Annotated[Range | None, span(0.25, 4)] = None
     """Playing speed, in steps of 0.01, pitch and length changing with it: (0.9, 1.1)."""
-    noise_snr_db: Range | None = ranged(None, -60, 120)
+    noise_snr_db: Annotated[Range | None, span(-60, 120)] = None
     """Power of the clip over the power of the noise added to it, in dB: (5, 30)."""
-    noise_probability: float = ranged(1.0, 0, 1)
+    noise_probability: Share = 1.0
     """Part of the clips that noise is added to."""
-    noise_colour: Range = ranged((0.0, 1.0), -2, 4)
+    noise_colour: Annotated[Range, span(-2, 4)] = (0.0, 1.0)
     """Generated noise falls with frequency as 1 / f**colour in power: 0 white, 1 pink, 2 brown."""
     noise_folder: str | None = None
     """Sound files to take noise from, searched in all folders below. None: generated noise only."""
-    noise_file_probability: float = ranged(0.5, 0, 1)
+    noise_file_probability: Share = 0.5
     """Part of the noise that comes from the files, where there is a folder."""
-    gain_db: Range | None = ranged(None, -120, 60)
+    gain_db: Annotated[Range | None, span(-120, 60)] = None
     """Loudness change in dB: (-12, 6). The result is not clipped: features are taken from it as it is."""
-    warp_speed: Range | None = ranged(None, 0.25, 4)
+    warp_speed: Annotated[Range | None, span(0.25, 4)] = None
     """Playing speed, by stretching the features over time: (0.9, 1.1)."""
-    warp_bands: Range | None = ranged(None, 0.5, 2)
+    warp_bands: Annotated[Range | None, span(0.5, 2)] = None
     """Length of the speaker's vocal tract, by stretching the features over the mel bands: (0.9, 1.1)."""
-    feature_noise: Range | None = ranged(None, -20, 10)
+    feature_noise: Annotated[Range | None, span(-20, 10)] = None
     """Log10 of the power of noise added to the features (speech peaks near 1): (-6, -1)."""
-    feature_noise_probability: float = ranged(0.5, 0, 1)
+    feature_noise_probability: Share = 0.5
     """Part of the clips that such noise is added to."""
-    feature_gain_db: Range | None = ranged(None, -120, 60)
+    feature_gain_db: Annotated[Range | None, span(-120, 60)] = None
     """Loudness change of the features in dB: (-16, 8)."""
-    feature_shape_db: float | None = ranged(None, 0, 40)
+    feature_shape_db: Annotated[float, Field(ge=0, le=40)] | None = None
     """Another microphone: a smooth curve over the mel bands, its standard deviation up to this many dB."""
-    feature_echo: Range | None = ranged(None, 1, 1000)
+    feature_echo: Annotated[Range | None, span(1, 1000)] = None
     """Frames in which the echo of another room falls by 60 dB: (5, 35)."""
-    feature_echo_db: Range = ranged((-18.0, -3.0), -60, 20)
+    feature_echo_db: Annotated[Range, span(-60, 20)] = (-18.0, -3.0)
     """Power of all of the echo relative to the sound itself, in dB."""
-    feature_echo_probability: float = ranged(0.5, 0, 1)
+    feature_echo_probability: Share = 0.5
     """Part of the clips that echo."""
-    feature_range: Range | None = ranged(None, 0.5, 8)
+    feature_range: Annotated[Range | None, span(0.5, 8)] = None
     """Another recorder's floor: what lies further below the loudest band, in log10 of power, is raised to it: (3.4, 5.4)."""
-    pauses: Range | None = ranged(None, 0, 10)
+    pauses: Annotated[Range | None, span(0, 10)] = None
     """Seconds of silence that is put between words, as speakers who think do: (0.2, 1.0)."""
-    pause_probability: float = ranged(0.5, 0, 1)
+    pause_probability: Share = 0.5
     """Part of the clips with such pauses: one, or as often two."""
-    pause_before: Range = ranged((0.0, 0.8), 0, 10)
+    pause_before: Annotated[Range, span(0, 10)] = (0.0, 0.8)
     """Seconds of silence before the first sound of all clips, where there are `pauses`."""
-    pause_after: Range = ranged((0.0, 1.6), 0, 10)
+    pause_after: Annotated[Range, span(0, 10)] = (0.0, 1.6)
     """The same after the last sound. Longer than `pauses`: a silence longer than any of them is an end."""
-    freq_masks: int = ranged(0, 0)
+    freq_masks: NonNegativeInt = 0
     """Number of masks over mel bands, each of 0 to `freq_width` bands."""
-    freq_width: int = ranged(12, 0)
-    time_masks: int = ranged(0, 0)
+    freq_width: NonNegativeInt = 12
+    time_masks: NonNegativeInt = 0
     """Number of masks over time, each of 0 to `time_width` frames and never over `time_fraction` of the
     clip."""
-    time_width: int = ranged(20, 0)
-    time_fraction: float = ranged(0.2, 0, 1)
+    time_width: NonNegativeInt = 20
+    time_fraction: Share = 0.2
 
     def __post_init__(self) -> None:
-        check_fields(self, "augment")
         if self.noise_folder is not None and self.noise_snr_db is None:
             raise UserError(f"augment.noise_folder={self.noise_folder!r} without noise_snr_db: say how loud the noise is")
 
@@ -91,7 +92,7 @@ SHUFFLE = 256
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 
-@dataclass(frozen=True)
+@configuration
 class PackingConfig:
     """Shape of a micro-batch.
 
@@ -103,20 +104,19 @@ class PackingConfig:
             counted (`skip`).
     """
 
-    rows: int = ranged(8, 1)
-    length: int = ranged(1024, 1)
-    buffer: int = ranged(16, 1)
+    rows: PositiveInt = 8
+    length: PositiveInt = 1024
+    buffer: PositiveInt = 16
     too_long: Literal["error", "skip"] = "error"
 
     def __post_init__(self) -> None:
-        check_fields(self, "data.packing")
         if self.rows * self.length > MOST_COLUMNS:
             raise UserError(
                 f"data.packing has rows {self.rows} and length {self.length}; make their product at most {MOST_COLUMNS}"
             )
 
 
-@dataclass(frozen=True)
+@configuration
 class SourceConfig:
     """One source of the mixture.
 
@@ -144,21 +144,20 @@ class SourceConfig:
 
     kind: str = "stored"
     weight: float | tuple[tuple[float, float], ...] = 1.0
-    max_epochs: float | None = ranged(None, above=0, most=1_000_000, way=", or null for any number")
-    max_rows: int | None = ranged(None, 1, way=", or null for any number")
+    max_epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
+    max_rows: PositiveInt | None = None
     tasks: dict[str, float] = field(default_factory=lambda: {"A1A2": 1.0})
     stages: tuple[Stage, ...] = ()
     path: tuple[str, ...] | str | None = None
     held_out: int | str | None = None
     order: Literal["random", "sequential"] = "random"
-    window: int = ranged(WINDOW, 1)
-    shuffle: int = ranged(SHUFFLE, 1)
+    window: PositiveInt = WINDOW
+    shuffle: PositiveInt = SHUFFLE
     read: ReaderOptions | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", asdict(self.made))  # with what is not given, so that a stored run is complete
-        check_fields(self, "source")
         if self.kind == "stored" and not self.path:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
         if self.kind == "stream":
@@ -233,7 +232,7 @@ class SourceConfig:
         return [self.tasks, *(stage.tasks for stage in self.stages), *([own] if own else [])]
 
 
-@dataclass(frozen=True)
+@configuration
 class DataConfig:
     """The data of a run.
 
@@ -263,20 +262,20 @@ class DataConfig:
     """
 
     sources: tuple[SourceConfig, ...] = ()
-    draws: int | None = ranged(None, 1, way=", or null where points of weights name draws")
-    seed: int = ranged(0, 0, 2**63 - 1)
-    micro_batches: int = ranged(1, 1)
+    draws: PositiveInt | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    micro_batches: PositiveInt = 1
     packing: PackingConfig = field(default_factory=PackingConfig)
     alignment: AlignmentKind = "none"
     words: tuple[str, ...] = ()
     sounds: bool = False
     augment: AugmentConfig | None = None
-    cut: float = ranged(0.0, 0, 1)
+    cut: Share = 0.0
     broken: Literal["error", "skip"] = "error"
-    broken_limit: float = ranged(0.1, 0, 1)
+    broken_limit: Share = 0.1
     system: bool = True
-    workers: int = ranged(1, 0)
-    prefetch: int = ranged(2, 1)
+    workers: NonNegativeInt = 1
+    prefetch: PositiveInt = 2
     cache: str | None = None
 
     def __post_init__(self) -> None:
@@ -294,7 +293,6 @@ class DataConfig:
                     )
         if self.sounds and self.alignment == "none":
             raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
-        check_fields(self, "data")
 
     @property
     def weights(self) -> list[Weight]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from omni.edit.config import FinetuneConfig, MendConfig
 from omni.errors import UserError
 from omni.tasks import find_task
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration, span
 from train.data.config import DataConfig, SourceConfig
 from train.data.tts.voices import check_spec
 
 SPOKEN, WRITTEN = "A1A2", "T1A2"
 
 
-@dataclass(frozen=True)
+@configuration
 class SpeakConfig:
     """TTS of questions and answers that are given as texts.
 
@@ -33,11 +34,11 @@ class SpeakConfig:
     """
 
     voices: tuple[str, ...] = ("espeak",)
-    rate: tuple[int, int] = ranged((130, 200), 0)
-    pitch: tuple[int, int] = ranged((25, 75), 0)
-    pitch_range: tuple[int, int] = ranged((25, 75), 0)
-    silence: tuple[float, float] = ranged((0.0, 0.1), 0, below=math.inf)
-    peak: float = ranged(0.5, above=0, most=1)
+    rate: Annotated[tuple[int, int], span(0)] = (130, 200)
+    pitch: Annotated[tuple[int, int], span(0)] = (25, 75)
+    pitch_range: Annotated[tuple[int, int], span(0)] = (25, 75)
+    silence: Annotated[tuple[float, float], span(0)] = (0.0, 0.1)
+    peak: Annotated[float, Field(gt=0, le=1)] = 0.5
     question_rate: int = 16000
     answer_voice: str = "espeak:+f3"
     answer_rate: int = 175
@@ -48,10 +49,9 @@ class SpeakConfig:
             raise UserError("speak.voices is empty; name at least one, such as espeak")
         for spec in (*self.voices, self.answer_voice):
             check_spec(spec)
-        check_fields(self, "speak")
 
 
-@dataclass(frozen=True)
+@configuration
 class TeachConfig(FinetuneConfig):
     """Fine-tuning (`omni.edit.finetune`); the last four are of the mixture that it trains on.
 
@@ -62,18 +62,18 @@ class TeachConfig(FinetuneConfig):
     """
 
     norm: Literal["linf", "l2"] = "l2"
-    bound: float = ranged(10.0, above=0)
-    lr: float = ranged(3e-3, above=0)
-    steps: int = ranged(200, 1)
+    bound: PositiveFloat = 10.0
+    lr: PositiveFloat = 3e-3
+    steps: PositiveInt = 200
     enough: float = 0.0
-    rank: int | None = ranged(16, 1, way=", or null for dense changes")
-    kl: float = ranged(1.0, 0)
-    each: int = ranged(24, 1)
-    facts: int = ranged(10, 1)
-    others: int = ranged(20, 0)
+    rank: PositiveInt | None = 16
+    kl: NonNegativeFloat = 1.0
+    each: PositiveInt = 24
+    facts: PositiveInt = 10
+    others: NonNegativeInt = 20
 
 
-@dataclass(frozen=True)
+@configuration
 class ApplyConfig:
     """An edit.
 
@@ -100,7 +100,7 @@ class ApplyConfig:
 
     method: Literal["finetune", "mend"] = "finetune"
     editor: str | None = None
-    until: float | None = ranged(0.05, above=0, way=", or null for the strength that the editor gives")
+    until: PositiveFloat | None = 0.05
     editor_settings: str | None = None
     linears: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("A1A2", "T1A2")
@@ -108,7 +108,7 @@ class ApplyConfig:
     finetune: TeachConfig = field(default_factory=TeachConfig)
     speak: SpeakConfig = field(default_factory=SpeakConfig)
     untouched: SourceConfig | None = None
-    untouched_count: int = ranged(300, 0)
+    untouched_count: NonNegativeInt = 300
     device: str = "cpu"
     codec_folder: str | None = None
     seed: int = 0
@@ -124,10 +124,9 @@ class ApplyConfig:
             )
         if self.editor_settings is not None and self.editor is None:
             raise UserError(f"editor_settings {self.editor_settings!r} without an editor; name the archive they belong to")
-        check_fields(self)
 
 
-@dataclass(frozen=True)
+@configuration
 class EditEvalConfig:
     """An evaluation of edits.
 
@@ -142,22 +141,19 @@ class EditEvalConfig:
         overwrite: replace what is in the output folder.
     """
 
-    voices: int = ranged(8, 1)
+    voices: PositiveInt = 8
     speak: SpeakConfig = field(default_factory=SpeakConfig)
     untouched: SourceConfig | None = None
-    untouched_count: int = ranged(200, 0)
+    untouched_count: NonNegativeInt = 200
     max_seconds: float = 10.0
-    batch: int = ranged(64, 1)
+    batch: PositiveInt = 64
     device: str = "cpu"
     codec_folder: str | None = None
     seed: int = 1
     overwrite: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
-@dataclass(frozen=True)
+@configuration
 class EditFitConfig:
     """A run that trains an editor: MEND on rows of data, whose answers are exchanged for one another's.
 
@@ -188,23 +184,33 @@ class EditFitConfig:
     tasks: tuple[str, ...] = ("A1A2",)
     stream_weights: tuple[float, ...] | None = None
     rephrase: str | None = "espeak"
-    steps: int = ranged(1000, 1)
-    lr: float = ranged(1e-3, above=0, below=math.inf)
-    accumulate: int = ranged(4, 1)
-    others: int = ranged(4, 1)
-    together: int = ranged(1, 1)
-    clip: float = ranged(1.0, above=0)
-    checkpoint_steps: int = ranged(100, 1)
-    log_steps: int = ranged(20, 1)
+    steps: PositiveInt = 1000
+    lr: PositiveFloat = 1e-3
+    accumulate: PositiveInt = 4
+    others: PositiveInt = 4
+    together: PositiveInt = 1
+    clip: PositiveFloat = 1.0
+    checkpoint_steps: PositiveInt = 100
+    log_steps: PositiveInt = 20
     device: str = "cpu"
     codec_folder: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_tasks(self.tasks)
-        check_fields(self)
         if self.rephrase is not None:
             check_spec(self.rephrase)
+
+
+@configuration
+class MergeConfig:
+    """Merging of edits into a model, or taking them out of it.
+
+    Attributes:
+        overwrite: replace a folder of that name.
+    """
+
+    overwrite: bool = False
 
 
 def check_tasks(tasks: tuple[str, ...]) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from omni.errors import UserError
 from omni.generate.options import Sampling
 from omni.tasks import find_task
+from omni.utils.configuration import configuration
 from omni.utils.hardware import check_device, check_dtype, check_quantize
-from omni.utils.ranges import check_fields, ranged
 from train.data.readers import ReaderOptions
 from train.scoring.text import find_normaliser
 
 
-@dataclass(frozen=True)
+@configuration
 class EvalConfig:
     """An evaluation: how the data are read, how the questions are asked, and what is measured.
 
@@ -56,27 +57,27 @@ class EvalConfig:
     """
 
     task: str | None = None
-    limit: int | None = ranged(None, 1, way=", or left out to ask all")
+    limit: PositiveInt | None = None
     normaliser: str = "basic"
     asr: str | None = None
     asr_words: list[str] = field(default_factory=list)
-    asr_longest: int = ranged(8, 1)
-    timed: int = ranged(8, 0)
+    asr_longest: PositiveInt = 8
+    timed: NonNegativeInt = 8
     turns: bool = False
     text: bool = False
     text_before: str | None = None
-    batch: int = ranged(16, 1)
-    max_seconds: float = ranged(30.0, above=0, below=math.inf)
-    max_tokens: int = ranged(256, 1)
+    batch: PositiveInt = 16
+    max_seconds: PositiveFloat = 30.0
+    max_tokens: PositiveInt = 256
     temperature: float = 0.0
     top_k: int = 0
     seed: int = 0
     device: str = "cpu"
     dtype: str | None = None
     quantize: str | None = None
-    chunk_ms: int | None = ranged(None, 0)
+    chunk_ms: NonNegativeInt | None = None
     against: str | None = None
-    against_limit: int = ranged(100, 1)
+    against_limit: PositiveInt = 100
     codec_folder: str | None = None
     read: ReaderOptions = field(default_factory=ReaderOptions)
 
@@ -84,7 +85,6 @@ class EvalConfig:
         if self.task is not None:
             find_task(self.task)
         find_normaliser(self.normaliser)
-        check_fields(self)
         check_device(self.device)
         check_dtype(self.dtype)
         check_quantize(self.quantize, self.device)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from omni.errors import UserError
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import Share, configuration
 
 
 def check_stream_weights(weights: Sequence[float], streams: int) -> None:
@@ -44,7 +45,7 @@ def no_teacher(weight: float, why: str) -> str:
     return f"objective.distill_weight is {weight}, but {why}, or set objective.distill_weight to 0"
 
 
-@dataclass(frozen=True)
+@configuration
 class ObjectiveConfig:
     """Weights of the losses and their schedule.
 
@@ -64,16 +65,15 @@ class ObjectiveConfig:
     """
 
     stream_weights: tuple[float, ...] | None = None
-    ctc_weight: float = ranged(0.0, 0)
-    ctc_final: float | None = ranged(None, 0)
-    ctc_words: float = ranged(1.0, above=0, below=math.inf)
-    turn_weight: float = ranged(0.0, 0, below=math.inf)
-    distill_weight: float = ranged(0.0, 0, below=math.inf)
-    align_first: float = ranged(0.0, 0, 1)
-    chunk: int | None = ranged(None, 1)
+    ctc_weight: NonNegativeFloat = 0.0
+    ctc_final: NonNegativeFloat | None = None
+    ctc_words: PositiveFloat = 1.0
+    turn_weight: NonNegativeFloat = 0.0
+    distill_weight: NonNegativeFloat = 0.0
+    align_first: Share = 0.0
+    chunk: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "objective")
         if self.align_first > 0 and self.ctc_weight == self.distill_weight == 0:
             raise UserError(
                 "objective.align_first trains by the losses on the encoder alone, but objective.ctc_weight is 0, and so is "

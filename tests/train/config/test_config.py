@@ -275,8 +275,8 @@ def nano(**given: Any) -> FitConfig:
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda: OptimizerConfig(muon_lr=1e308), "optimizer.muon_lr is 1e.308; it must be at least 0 and at most 1000"),
-        (lambda: PackingConfig(rows=0), "data.packing.rows is 0; it must be at least 1"),
+        (lambda: OptimizerConfig(muon_lr=1e308), "OptimizerConfig: muon_lr is 1e.308; it must be less than or equal to 1000"),
+        (lambda: PackingConfig(rows=0), "PackingConfig: rows is 0; it must be greater than 0"),
         (lambda: PackingConfig(length=99999999999), "data.packing has rows 8 and length 99999999999; make their product"),
         (lambda: CheckpointConfig(metric="loss/words"), "loss/words, but there is no stream or task 'words'; use loss/"),
         (lambda: nano(checkpoint=CheckpointConfig(metric="loss/audio4")), "loss/audio4, but the model has 4 audio streams"),

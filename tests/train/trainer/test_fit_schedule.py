@@ -94,5 +94,5 @@ def test_due() -> None:
 
 @pytest.mark.parametrize("make", [lambda: BudgetConfig(), lambda: BudgetConfig(steps=0), lambda: BudgetConfig(minutes=-1)])
 def test_impossible_budgets(make) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UserError, match="budget"):
+    with pytest.raises(UserError, match="budget|Budget"):
         make()

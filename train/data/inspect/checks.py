@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO
 
 from omni.errors import UserError
 from omni.tasks import TASKS, find_task
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import Share, configuration
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, Measured, digest, measure, text_digest
 from train.data.rows.row import Row, RowTurn, Sound
 
@@ -118,7 +118,7 @@ WORD_GRACE = 0.25
 """Seconds by which a word may end after its recording."""
 
 
-@dataclass(frozen=True)
+@configuration
 class Bounds:
     """Limits beyond which a measurement becomes a finding.
 
@@ -128,12 +128,11 @@ class Bounds:
         chars_per_second: lowest and highest rate of speech; None for the language's own (`SPEECH_RATES`).
     """
 
-    max_silence: float = ranged(0.9, 0, 1)
-    max_clipping: float = ranged(0.001, 0, 1)
+    max_silence: Share = 0.9
+    max_clipping: Share = 0.001
     chars_per_second: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.chars_per_second is not None and not 0 < self.chars_per_second[0] < self.chars_per_second[1]:
             raise UserError(f"chars_per_second is {list(self.chars_per_second)}; give the lowest rate and the highest, above 0")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration
 from train.data.executor import Processes
 from train.data.readers import ReaderOptions
 from train.data.tts.voices import SpeakingConfig, check_spec
@@ -22,7 +24,7 @@ BLOCK = 32
 LOWEST_RATE, HIGHEST_RATE = 4000, 192_000
 
 
-@dataclass(frozen=True)
+@configuration
 class PrepareConfig:
     """How rows are read, completed and stored.
 
@@ -59,7 +61,7 @@ class PrepareConfig:
     """
 
     read: ReaderOptions = field(default_factory=ReaderOptions)
-    limit: int | None = ranged(None, 1, way=", or left out to prepare all")
+    limit: PositiveInt | None = None
     speak: str = ""
     voice: str | dict[str, float] = "espeak"
     answer_voice: str = ""
@@ -69,12 +71,12 @@ class PrepareConfig:
     codec_folder: str = ""
     device: str = "cpu"
     keep_answer_audio: bool = False
-    question_rate: int = ranged(SAMPLE_RATE, 0)
-    answer_rate: int = ranged(0, 0)
+    question_rate: NonNegativeInt = SAMPLE_RATE
+    answer_rate: NonNegativeInt = 0
     recordings: Literal["copy", "reference"] = "copy"
-    shard_mb: int = ranged(256, 1)
-    workers: int | None = ranged(None, 0)
-    threads: int = ranged(1, 1)
+    shard_mb: PositiveInt = 256
+    workers: NonNegativeInt | None = None
+    threads: PositiveInt = 1
     shard: str = ""
     ray: str = ""
 
@@ -82,7 +84,6 @@ class PrepareConfig:
         for side in self.sides:
             if side not in SIDES:
                 raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
-        check_fields(self)
         if self.recordings not in ("copy", "reference"):
             raise UserError(f"recordings {self.recordings!r} is neither copy nor reference")
         for name in ("question_rate", "answer_rate"):

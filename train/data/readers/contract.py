@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from omni.utils.configuration import configuration
 from omni.utils.remote import shown
 from train.data.rows.row import Row
 
@@ -35,7 +36,7 @@ class Broken:
     why: str
 
 
-@dataclass(frozen=True)
+@configuration
 class ReaderOptions:
     """Options of reading a data set. Empty values mean: as the format documents it.
 

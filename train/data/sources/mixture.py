@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.tasks import find_task
+from omni.utils.configuration import configuration
 from train.data.seeding import seeded_rng, shuffled, shuffled_all
 from train.data.sources.stored import WindowDraw, Windows
 from train.data.sources.streams import StreamDraw
@@ -160,7 +161,7 @@ def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float 
             raise UserError(f"no weight is above 0{at} among {', '.join(names)}: give at least one source a weight above 0{at}")
 
 
-@dataclass(frozen=True)
+@configuration
 class Stage:
     """Task weights that hold for draws below `until`."""
 

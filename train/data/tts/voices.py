@@ -18,14 +18,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError, closest
 from omni.plugins import Registry
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import Share, configuration, span
 from train.data.rows.row import Sound
 from train.data.seeding import seeded_rng
 from train.data.sources.mixture import check_weights
@@ -41,7 +40,7 @@ class Voice(Protocol):
         """Name of the voice that `say` speaks by for that seed; "" where it is not known."""
 
 
-@dataclass(frozen=True)
+@configuration
 class SpeakingConfig:
     """How questions are spoken. A range is lowest and highest, drawn evenly: rate and pitch for a row, all else for a question.
 
@@ -54,15 +53,12 @@ class SpeakingConfig:
         hesitation: seconds of silence between these.
     """
 
-    rate: tuple[int, int] | None = ranged(None, 80, 450)
-    pitch: tuple[int, int] | None = ranged(None, 0, 100)
-    silence: tuple[float, float] = ranged((0.0, 0.0), 0, 10)
-    pause: float = ranged(0.0, 0, 1)
-    hesitant: float = ranged(0.0, 0, 1)
-    hesitation: tuple[float, float] = ranged((0.2, 1.0), 0, 10)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "speaking")
+    rate: Annotated[tuple[int, int] | None, span(80, 450)] = None
+    pitch: Annotated[tuple[int, int] | None, span(0, 100)] = None
+    silence: Annotated[tuple[float, float], span(0, 10)] = (0.0, 0.0)
+    pause: Share = 0.0
+    hesitant: Share = 0.0
+    hesitation: Annotated[tuple[float, float], span(0, 10)] = (0.2, 1.0)
 
 
 class SpeakingVoice:

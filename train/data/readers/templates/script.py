@@ -33,11 +33,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat
 
 from omni.config import from_dict
 from omni.errors import UserError, closest
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration
 from train.console.command import read_yaml
 from train.data.readers.templates.sentences import (
     FUNCTIONS,
@@ -120,7 +122,7 @@ class Script:
     joined: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@configuration
 class _TurnKeys:
     """Keys of a turn."""
 
@@ -128,12 +130,12 @@ class _TurnKeys:
     answer: object
 
 
-@dataclass(frozen=True)
+@configuration
 class _DialogueKeys:
     """Keys of a dialogue; `question` and `answer` are those of its only turn."""
 
     skill: str
-    weight: float = ranged(1.0, 0)
+    weight: NonNegativeFloat = 1.0
     begins: bool = False
     slots: dict[str, object] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
@@ -142,24 +144,22 @@ class _DialogueKeys:
     answer: object = None
 
     def __post_init__(self) -> None:
-        check_fields(self, f"dialogue {self.skill}")
         if self.turns and (self.question or self.answer):
             raise UserError(f"dialogue {self.skill} has question or answer beside turns: move them into one")
 
 
-@dataclass(frozen=True)
+@configuration
 class _ScriptKeys:
     """Keys of a file."""
 
     dialogues: tuple[_DialogueKeys, ...]
-    held_out: float = ranged(0.1, 0, below=1)
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     joined: tuple[float, ...] = (1.0,)
     numbers: tuple[object, ...] = ()
     tables: dict[str, object] = field(default_factory=dict)
     wordings: dict[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if not all(0 <= weight < math.inf for weight in self.joined) or not any(self.joined):
             raise UserError(f"joined: {list(self.joined)} are no weights of one, two, ... dialogues, such as [5, 2, 1]")
         if not any(dialogue.weight for dialogue in self.dialogues):

@@ -1,0 +1,168 @@
+"""Configurations as frozen dataclasses that pydantic checks, and its errors in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeVar, Union
+
+import pydantic.dataclasses
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import dataclass_transform
+
+from omni.errors import UserError
+from omni.utils.arguments import meant
+
+T = TypeVar("T")
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A number from 0 to 1."""
+
+
+def span(low: float = -math.inf, high: float = math.inf) -> AfterValidator:
+    """A check of a pair, the lowest and the highest of a range, which lies between `low` and `high`; None passes."""
+
+    limits = "" if low == -math.inf else f", at least {low:g}" if high == math.inf else f", from {low:g} to {high:g}"
+
+    def check(pair: Any) -> Any:
+        if pair is not None and not low <= pair[0] <= pair[1] <= high:
+            raise ValueError(f"give the lowest and the highest{limits}")
+        return pair
+
+    return AfterValidator(check)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def configuration(section: type[T]) -> type[T]:
+    """Makes a class a frozen dataclass whose values are checked wherever it is made; UserError for a wrong one, in one line."""
+    options = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+    made: Any = pydantic.dataclasses.dataclass(frozen=True, config=options)(section)
+    checked = made.__init__
+
+    @functools.wraps(checked)
+    def make(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            checked(self, *args, **values)
+        except ValidationError as error:
+            names = [entry.name for entry in dataclasses.fields(made)]
+            raise mistake(
+                error, made, {**dict(zip(names, args, strict=False)), **values}, lambda path: f"{made.__name__}: "
+            ) from error
+
+    made.__init__ = make
+    return typing.cast(type[T], made)
+
+
+def validate(config_type: type[T], data: Any, where: Callable[[str], str] = lambda path: "") -> T:
+    """Makes a configuration from plain data.
+
+    Args:
+        where: what is printed before a dotted key in messages: `run.yaml: `, or `option --`.
+
+    Raises:
+        UserError: an unknown key (the closest is named), a missing one, or a wrong value.
+    """
+    try:
+        return TypeAdapter(config_type).validate_python(data)
+    except ValidationError as error:
+        raise mistake(error, config_type, data, where) from error
+
+
+def mistake(error: ValidationError, config_type: Any, data: Any, where: Callable[[str], str] = lambda path: "") -> UserError:
+    """The first error in one line: key, value, what is allowed, the closest."""
+    problems = error.errors(include_url=False)
+    first = next((problem for problem in problems if problem["type"] == "unexpected_keyword_argument"), problems[0])
+    parts, value = _walk(data, first["loc"])
+    path = ".".join(map(str, parts))
+    if first["type"] == "unexpected_keyword_argument":
+        known = [*keys_at(config_type, parts[:-1]), *all_keys(config_type)]
+        if where(path).endswith("--"):
+            return UserError(f"unknown option --{path}; {meant(path, known, '--') or 'leave it out'}")
+        return UserError(f"{where(path)}unknown key {path}; {meant(path, known) or 'leave it out'}")
+    if first["type"] == "missing":
+        path = ".".join(map(str, first["loc"]))
+        return UserError(f"{where(path)}{path} is missing; give it")
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, UserError):
+        in_list = any(isinstance(part, int) for part in parts)
+        return UserError(f"{where(path)}{path}: {own}" if in_list else str(own))
+    same = [problem for problem in problems if _walk(data, problem["loc"])[0] == parts]
+    allowed = [_allowed(problem) for problem in same] + ["null"] * is_optional(hint_at(config_type, parts))
+    said = ", or ".join(dict.fromkeys(allowed))
+    near = meant(str(value), [str(choice) for problem in same for choice in re.findall(r"'([^']+)'", problem["msg"])])
+    return UserError(f"{where(path)}{path} is {value!r:.80}; {said if own else f'it must be {said}'}{near and f'; {near}'}")
+
+
+def _allowed(problem: Any) -> str:
+    """What pydantic takes instead of a value, in words of YAML."""
+    text = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    text = re.sub(r", (unable|got) .*|a dictionary or an instance of .*|a valid dictionary", "", text) or "a mapping of keys"
+    return (
+        text.replace("valid integer", "whole number")
+        .replace("valid ", "")
+        .replace("tuple", "list")
+        .replace("a string", "a text")
+    )
+
+
+def _walk(data: Any, loc: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The part of an error's place that is in plain data (what follows are names of types), and the value there."""
+    parts: list[Any] = []
+    for part in loc:
+        if (isinstance(data, Mapping) and part in data) or (isinstance(data, (list, tuple)) and isinstance(part, int)):
+            data = data[part]
+            parts.append(part)
+        else:
+            break
+    return parts, data
+
+
+def inner(hint: Any) -> Any:
+    """`X` of `X | None`."""
+    rest = [part for part in typing.get_args(hint) if part is not type(None)]
+    return rest[0] if len(rest) == 1 and typing.get_origin(hint) in (Union, types.UnionType) else hint
+
+
+def is_optional(hint: Any) -> bool:
+    """Whether None is allowed."""
+    return type(None) in typing.get_args(hint)
+
+
+def hint_at(config_type: Any, parts: Sequence[Any]) -> Any:
+    """The type of the value at a path; None where the path leads out of the dataclasses."""
+    hint: Any = config_type
+    for part in parts:
+        hint = inner(hint)
+        if dataclasses.is_dataclass(hint):
+            hint = typing.get_type_hints(hint).get(part)
+        elif typing.get_origin(hint) in (tuple, list):
+            hint = typing.get_args(hint)[0]
+        else:
+            return None
+    return hint
+
+
+def keys_at(config_type: Any, parts: Sequence[Any]) -> list[str]:
+    """Dotted keys of the section at a path."""
+    section = inner(hint_at(config_type, parts))
+    names = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
+    return [".".join(map(str, [*parts, name])) for name in names]
+
+
+def all_keys(config_type: Any, path: str = "") -> Iterator[str]:
+    """Every dotted key that holds a value, however deep."""
+    for name, hint in typing.get_type_hints(config_type).items():
+        if dataclasses.is_dataclass(inner(hint)):
+            yield from all_keys(inner(hint), f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def plain(config: Any) -> Any:
+    """The configuration as plain data: mappings, lists, numbers and texts."""
+    return TypeAdapter(type(config)).dump_python(config, mode="json")
