@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import Tensor
@@ -134,13 +135,13 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
     closed: list[int] = []
 
     class Session:
+        def begin(self, answer: object, message: str) -> None: ...
+
         def close(self) -> None:
             closed.append(1)
 
-    class Running:
-        over = cancelled = False
-        failure = None
-
+    answer = SimpleNamespace(number=1, ended=False)
+    link = SimpleNamespace(desk=SimpleNamespace(answers={1: None}))
     looks: list[int] = []
 
     def check() -> None:
@@ -149,7 +150,7 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
             raise BrokenOff
 
     monkeypatch.setattr(batch, "CHECK_SECONDS", 0.01)
-    ask: Callable = lambda: (Session(), Running())  # noqa: E731
+    ask: Callable = lambda: (Session(), answer)  # noqa: E731
     with pytest.raises(BrokenOff), batch.checked(check):
-        batch.answer_all(Engine(), [ask, ask], 2)
+        batch.answer_all(Engine(), link, [ask, ask], 2)
     assert len(closed) == 2
