@@ -72,7 +72,9 @@ def _files(folder: Path) -> str:
     digest, count, total = hashlib.sha256(), 0, 0
     top = len(os.path.join(folder, ""))
     for file in list_files(folder):
-        size = stored_size(file)
+        size = 0
+        with suppress(OSError):  # a link that leads nowhere
+            size = stored_size(file)
         digest.update(b"/" + os.fsencode(file[top:]) + f"\0{size}\0".encode())
         count, total = count + 1, total + size
     return f"{count} files, {total} bytes ({digest.hexdigest()[:16]})"

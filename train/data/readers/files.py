@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def list_files(folder: str | os.PathLike[str], endings: Sequence[str] = ("",), depth: int = sys.maxsize) -> Iterator[str]:
-    """Iterate over the files (and links to files) in a folder and the folders in it, to this depth, in the order of paths by
-    their parts. Hidden files and folders are left out, and links to folders are not followed; over none where it cannot be
-    read. `endings`: of the names that are wanted, in lower case."""
+    """Iterate over the files in a folder and the folders in it, to this depth, in the order of paths by their parts; over none
+    where it cannot be read. Hidden files and folders are left out. Links to folders are not followed; one that leads nowhere is
+    a file, whose reader says so. `endings`: of the names that are wanted, in lower case."""
     entries: list[os.DirEntry[str]] = []
     with suppress(OSError), os.scandir(folder) as scanned:
         entries += (entry for entry in scanned if entry.name.lower().endswith(tuple(endings)) or _is_folder(entry))
@@ -42,7 +42,7 @@ def list_files(folder: str | os.PathLike[str], endings: Sequence[str] = ("",), d
             continue
         if _is_folder(entry):
             yield from list_files(entry.path, endings, depth - 1) if depth else ()
-        elif entry.is_file(follow_symlinks=False) or os.path.isfile(entry.path):
+        elif entry.is_file(follow_symlinks=False) or (entry.is_symlink() and not os.path.isdir(entry.path)):
             yield entry.path
 
 
