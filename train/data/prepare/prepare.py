@@ -31,7 +31,7 @@ from train.data.prepare.config import BLOCK, PrepareConfig
 from train.data.prepare.rows import PrepareTally, block_maker, codec_of, voice_of
 from train.data.prepare.shards import AGAIN, REPORT, ShardWriter, checksum, read_report, stored, write_report
 from train.data.readers import OpenedSource, data_path, open_source
-from train.data.readers.files import sorted_walk
+from train.data.readers.files import list_files
 from train.data.rows.row import ROW_VERSION, features
 
 NAME = "settings.json"
@@ -70,13 +70,13 @@ def _files(folder: Path) -> str:
     """Fingerprint of a folder without reading its files: their number, their bytes, and a digest of their names and sizes.
     Hidden files do not count: no reader reads them."""
     digest, count, total = hashlib.sha256(), 0, 0
-    for name, _ in sorted_walk(folder):
-        if not name.rpartition("/")[2].startswith("."):
-            size = 0
-            with suppress(OSError):  # a link that leads nowhere
-                size = stored_size(os.path.join(folder, name))
-            digest.update(b"/" + os.fsencode(name) + f"\0{size}\0".encode())
-            count, total = count + 1, total + size
+    top = len(os.path.join(folder, ""))
+    for file in list_files(folder):
+        size = 0
+        with suppress(OSError):  # a link that leads nowhere
+            size = stored_size(file)
+        digest.update(b"/" + os.fsencode(file[top:]) + f"\0{size}\0".encode())
+        count, total = count + 1, total + size
     return f"{count} files, {total} bytes ({digest.hexdigest()[:16]})"
 
 

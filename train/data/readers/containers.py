@@ -25,6 +25,7 @@ from omni.stores.drivers import StoredObject, bare, list_objects, parent
 from omni.stores.pointers import pointed_at
 from omni.stores.reading import PIECE, ObjectReader, looked_up
 from omni.utils.remote import check_there, find_address, shown
+from train.data.readers.files import list_files
 from train.data.readers.records import (
     JsonArray,
     JsonLines,
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 
 TAR = ".tar"
 KINDS = (TAR, ".parquet")
+LISTS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", *LISTS, TAR)
+"""Suffixes of files whose fields may be lists, and of all that hold records."""
 
 _DAMAGE = (tarfile.TarError, EOFError, zlib.error, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 """Errors of a shard's content; so is an OSError without a number, which is pyarrow's."""
@@ -71,7 +75,7 @@ def find_shards(path: str) -> list[DataFile]:
         shards += sorted(Path(path).parent.glob(pattern))
     else:
         check_there(path, "data", f"data {path} does not exist: name a shard, a folder of shards, or a pattern such as a-*.tar")
-        shards += sorted(Path(path).rglob("*")) if Path(path).is_dir() else [Path(path)]
+        shards += map(Path, list_files(path, KINDS)) if Path(path).is_dir() else [Path(path)]
     shards = [shard for shard in shards if shard.name.endswith(KINDS) and not shard.name.startswith(".")]
     kinds = {Path(shard.name).suffix for shard in shards}
     if len(kinds) != 1:

@@ -38,6 +38,7 @@ from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.codes import check_duration, load_array, read_codes
+from train.data.readers.containers import ENDINGS, LISTS
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, seconds
 from train.data.readers.media import Said, listed, present, read_said, recordings_of, tags
@@ -142,9 +143,6 @@ def _assigned(value: Any, asked: Sequence[tuple[Said, Said | None]]) -> dict[tup
     return {position: heard[0] for position, heard in out.items() if heard}
 
 
-_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-
-
 def chat_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """Make the row of one chat; UserError where it is broken."""
     messages = items(data, "messages" if data.get("messages") is not None or "conversations" not in data else "conversations")
@@ -183,7 +181,7 @@ CHAT = RecordReader(
     "chat",
     'written chats: JSON or Parquet of {"messages": [{"role", "content"}]}, also of several turns',
     chat_row,
-    _ENDINGS,
+    LISTS,
     (frozenset({"messages"}),),
     inner=("messages", frozenset({"role", "content"})),
     notice="system messages after the first question are left out",
@@ -191,9 +189,9 @@ CHAT = RecordReader(
 
 ALPACA = RecordReader(
     "alpaca",
-    "written instructions as Alpaca has them: JSON, CSV or Parquet of instruction, input, output",
+    "written instructions as Alpaca has them: JSON, CSV, TSV or Parquet of instruction, input, output",
     alpaca_row,
-    (*_ENDINGS, ".csv", ".csv.gz"),
+    ENDINGS,
     (frozenset({"instruction", "output"}),),
     absent=frozenset({"question_audio", "question_text", "answer_audio", "answer_text"}),
     notice="an input follows its instruction after a blank line",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from omni.errors import UserError
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, header
-from train.data.readers.source import RecordReader, make_row, number, text
+from train.data.readers.source import RecordReader, make_row, number, text, to_sides
 from train.data.rows.row import Row, RowTurn, Sound
 
 _ANSWERING = ("agent", "assistant", "model")
@@ -130,15 +130,10 @@ def _question(supervisions: Sequence[Mapping[str, Any]], asking: Segment, files:
 def _dialogue(
     supervisions: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], asking: Segment, answering: Segment | None, files: Files
 ) -> list[RowTurn]:
-    """Make turns of supervisions in the order of their starts: a new turn starts where the user speaks after the model. The
-    model's sound is cut from `answering`, or else from the cut's own recording, in the supervision's channel. An `answering`
-    without supervisions of its own is one answer as a whole."""
-    groups: list[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]] = []
-    for entry in sorted(supervisions, key=_start):
-        answer = _answers(entry)
-        if not groups or (not answer and groups[-1][1]):
-            groups.append(([], []))
-        groups[-1][answer].append(entry)
+    """Make turns of supervisions in the order of their starts. The model's sound is cut from `answering`, or else from the
+    cut's own recording, in the supervision's channel. An `answering` without supervisions of its own is one answer as a
+    whole."""
+    groups = to_sides(sorted(supervisions, key=_start), _answers)
     turns = []
     for sides in groups:
         parts: list[Any] = []

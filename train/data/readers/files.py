@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,48 +30,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def entries(folder: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """Iterate over the entries of a folder, in no order; over none where it cannot be read."""
+def list_files(folder: str | os.PathLike[str], endings: Sequence[str] = ("",), depth: int = sys.maxsize) -> Iterator[str]:
+    """Iterate over the files in a folder and the folders in it, to this depth, in the order of paths by their parts; over none
+    where it cannot be read. Hidden files and folders are left out. Links to folders are not followed; one that leads nowhere is
+    a file, whose reader says so. `endings`: of the names that are wanted, in lower case."""
+    entries: list[os.DirEntry[str]] = []
     with suppress(OSError), os.scandir(folder) as scanned:
-        yield from scanned
+        entries += (entry for entry in scanned if entry.name.lower().endswith(tuple(endings)) or _is_folder(entry))
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        if entry.name.startswith("."):
+            continue
+        if _is_folder(entry):
+            yield from list_files(entry.path, endings, depth - 1) if depth else ()
+        elif entry.is_file(follow_symlinks=False) or (entry.is_symlink() and not os.path.isdir(entry.path)):
+            yield entry.path
 
 
-def walk(folder: str | os.PathLike[str], hidden: bool = True) -> Iterator[os.DirEntry[str]]:
-    """Iterate over everything below a folder that is no folder, in no order. `hidden`: also over what has a name, or lies in a
-    folder with a name, that starts with a dot."""
-    open_folders = [entries(folder)]
-    while open_folders:
-        entry = next(open_folders[-1], None)
-        if entry is None:
-            open_folders.pop()
-        elif hidden or not entry.name.startswith("."):
-            if not is_folder(entry):
-                yield entry
-            elif not entry.is_symlink():
-                open_folders.append(entries(entry.path))
-
-
-def sorted_walk(folder: str | os.PathLike[str], hidden: bool = True) -> list[tuple[str, bool]]:
-    """List as `walk`, in the order of paths (by their parts): relative paths, and whether each is a file (or a link to one)."""
-    top = len(os.path.join(folder, ""))
-    listing = [(entry.path[top:], is_file(entry)) for entry in walk(folder, hidden)]
-    return sorted(listing, key=lambda pair: pair[0].split("/"))
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """True for a folder, and for a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def is_file(entry: os.DirEntry[str]) -> bool:
-    """True for a file, and for a link to one."""
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False)
 
 
 AUDIO = ("required", "optional", "none")

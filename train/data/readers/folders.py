@@ -8,7 +8,6 @@ have nothing else: an encoder is distilled on them (`objective.distill_weight`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
-from train.data.readers.files import Files, entries, is_file, sorted_walk, walk
+from train.data.readers.files import Files, list_files
 from train.data.readers.records import JsonLines, Record, Records, TableRecords
 from train.data.readers.source import RecordSource, RowMapper, make_row, text
 from train.data.rows.row import Row, RowTurn
@@ -44,8 +43,7 @@ class CommonVoice:
         return RecordSource(self.name, [TableRecords(tables[0])], make)
 
     def _tables(self, path: Path) -> list[Path]:
-        paths = sorted(path / entry.name for entry in entries(path) if entry.name.endswith(".tsv")) if path.is_dir() else [path]
-        files = [file for file in paths if file.suffix == ".tsv"]
+        files = map(Path, list_files(path, (".tsv",), 0)) if path.is_dir() else [path] if path.suffix == ".tsv" else []
         return [file for file in files if {"client_id", "path", "sentence"} <= set(TableRecords(file).header)]
 
 
@@ -60,6 +58,9 @@ def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options:
     return make_row([turn], options, "common-voice", where, id=Path(name).stem, speaker=speaker, language=language)
 
 
+TRANSCRIPT = ".trans.txt"
+
+
 class LibriSpeech:
     """Reads a folder with transcripts anywhere below it."""
 
@@ -67,12 +68,12 @@ class LibriSpeech:
     summary = "LibriSpeech: folders with *.trans.txt and a .flac for each of their lines"
 
     def recognise(self, path: Path) -> bool:
-        return path.is_dir() and any(_is_transcript(entry.name) for entry in walk(path))
+        return any(list_files(path, (TRANSCRIPT,)))
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        transcripts = [path / name for name, _ in sorted_walk(path) if _is_transcript(name)] if path.is_dir() else [path]
+        transcripts = list(map(Path, list_files(path, (TRANSCRIPT,)))) if path.is_dir() else [path]
         if not transcripts:
-            raise UserError(f"data folder {path} holds no .trans.txt")
+            raise UserError(f"data folder {path} holds no {TRANSCRIPT}")
         files = Files.of(path, options)
         make = partial(librispeech_row, files=files, options=options)
         return RecordSource(self.name, [Transcript(file) for file in transcripts], make)
@@ -108,15 +109,15 @@ class Recordings:
     summary = "recordings without texts: a folder of .flac, .wav, .mp3, .m4a or the like and nothing else"
 
     def recognise(self, path: Path) -> bool:
-        names = (entry.name for entry in walk(path, hidden=False) if is_file(entry)) if path.is_dir() else iter(())
-        first = next(names, None)
-        return first is not None and all(map(_is_recording, itertools.chain([first], names)))
+        names = (name.lower() for name in list_files(path))
+        return next(names, "").endswith(SUFFIXES) and all(name.endswith(SUFFIXES) for name in names)
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        if path.is_dir() and not any(is_file(entry) and _is_recording(entry.name) for entry in walk(path, hidden=False)):
+        records = SoundFiles(path)
+        if not len(records):
             raise UserError(f"data folder {path} holds no recording ({', '.join(SUFFIXES[:4])})")
         make = partial(recording_row, files=Files.of(path, options), options=options)
-        return RecordSource(self.name, [SoundFiles(path)], make)
+        return RecordSource(self.name, [records], make)
 
 
 class SoundFiles(Records):
@@ -124,14 +125,13 @@ class SoundFiles(Records):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        listing = sorted_walk(path, hidden=False)
-        self._names = [name for name, is_regular in listing if is_regular and _is_recording(name)] if path.is_dir() else [""]
+        self._files = list(list_files(path, SUFFIXES)) if path.is_dir() else [str(path)]
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._files)
 
     def _raw(self, start: int) -> tuple[int, Iterator[Path]]:
-        return start, (self.path / name for name in self._names[start:])
+        return start, map(Path, self._files[start:])
 
     def _record(self, raw: Path) -> Record:
         return Record(str(raw), {"path": str(raw.absolute())})
@@ -141,11 +141,3 @@ def recording_row(data: Mapping[str, Any], where: str, files: Files, options: Re
     """Make the row of one recording; UserError where it is broken."""
     name = files.relative(data["path"])
     return make_row([RowTurn(question_audio=files.sound(name))], options, "recordings", where, id=name)
-
-
-def _is_recording(name: str) -> bool:
-    return Path(name).suffix.lower() in SUFFIXES
-
-
-def _is_transcript(name: str) -> bool:
-    return name.endswith(".trans.txt")

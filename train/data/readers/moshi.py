@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from omni.errors import UserError
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, cut, header
-from train.data.readers.source import RecordReader, check_text, make_row, number, text
+from train.data.readers.source import RecordReader, check_text, make_row, number, text, to_sides
 from train.data.rows.row import Row, RowTurn, Sound, Word
 
 MODEL, USER = 0, 1  # channels
@@ -59,7 +59,8 @@ def moshi_row(data: Mapping[str, Any], where: str, files: Files, options: Reader
     utterances = to_utterances(words, options.pause)
     if not any(word.who == "user" for word in words):
         utterances = _with_silent_user(utterances, path, info.seconds)
-    turns = [_turn(*sides, name=name, files=files) for sides in to_turns(utterances)]
+    said = to_sides(utterances, lambda utterance: utterance.who == "model")
+    turns = [_turn(*sides, name=name, files=files) for sides in said]
     return make_row(turns, options, "moshi", where, id=str(Path(name).with_suffix("")))
 
 
@@ -102,30 +103,18 @@ def to_utterances(words: Sequence[Word], pause: float) -> list[Utterance]:
     return [Utterance(run[0].who, run[0].start, max(word.end for word in run), tuple(run)) for run in runs]
 
 
-def to_turns(utterances: Sequence[Utterance]) -> list[tuple[list[Utterance], list[Utterance]]]:
-    """Group utterances into turns, (user's, model's) each: a turn starts where the user speaks after the model has."""
-    turns: list[tuple[list[Utterance], list[Utterance]]] = []
-    for utterance in utterances:
-        if not turns or (utterance.who == "user" and turns[-1][1]):
-            turns.append(([], []))
-        turns[-1][utterance.who == "model"].append(utterance)
-    return turns
-
-
 def _with_silent_user(utterances: Sequence[Utterance], path: Path, seconds: float) -> list[Utterance]:
     """Add, between the model's utterances, what sounds on the user's channel, as utterances without words."""
     out: list[Utterance] = []
     before = 0.0
-    for index in range(len(utterances) + 1):
-        start = utterances[index].start if index < len(utterances) else seconds
-        if start - before >= 0.02:
-            samples = cut(path, before, start, USER).samples
+    for utterance in (*utterances, Utterance("model", seconds, seconds, ())):
+        if utterance.start - before >= 0.02:
+            samples = cut(path, before, utterance.start, USER).samples
             if samples is not None and float(samples.square().mean().sqrt()) > _SILENCE:
-                out.append(Utterance("user", before, start, ()))
-        if index < len(utterances):
-            out.append(utterances[index])
-            before = utterances[index].end
-    return out
+                out.append(Utterance("user", before, utterance.start, ()))
+        out.append(utterance)
+        before = utterance.end
+    return out[:-1]
 
 
 def _turn(asked: Sequence[Utterance], answered: Sequence[Utterance], name: str, files: Files) -> RowTurn:

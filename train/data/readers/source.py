@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,13 +21,15 @@ from omni.stores.tries import StoreError
 from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import TAR, open_records
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
-from train.data.readers.files import Files, entries, is_file, is_folder, sorted_walk
+from train.data.readers.files import Files, list_files
 from train.data.readers.media import TAG, recording_fields, refuse_pictures, tags, without_tags
 from train.data.readers.records import Record, Records
 from train.data.rows.row import Row, RowTurn
 
 THREADS = 8
 """Records of a store that are worked on side by side."""
+FIRST_DEPTH = 1
+"""Depth of the folders in which the first file of a format is looked for."""
 _SAMPLE, _TOLD = 8, 20
 """First records whose fields are compared with what rows take, and names of fields that are told."""
 
@@ -168,27 +171,18 @@ def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
     """Open the file, or those in a folder and below it with these suffixes, sorted by path; UserError where there are none."""
     if not path.is_dir():
         return [open_records(path)]
-    paths = [path / name for name, is_regular in sorted_walk(path) if is_regular and _named(name.rpartition("/")[2], endings)]
-    if not paths:
+    files = [open_records(Path(file)) for file in list_files(path, endings)]
+    if not files:
         raise UserError(f"data folder {path} holds no file that ends in {', '.join(endings)}")
-    return [open_records(file) for file in paths]
+    return files
 
 
 def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
     """Fields of the first record of a file, or of the first file in a folder; empty where there is none."""
-    files = data_files(path, endings)[:1] if path.is_dir() else [path]
-    return open_records(files[0]).first() if files and _named(files[0].name, endings) and files[0].is_file() else {}
-
-
-def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
-    """Files of a folder, and of the folders in it, with these suffixes, sorted by path."""
-    outer = list(entries(folder))
-    inner = itertools.chain.from_iterable(entries(entry.path) for entry in outer if is_folder(entry))
-    return sorted(Path(entry.path) for entry in (*outer, *inner) if _named(entry.name, endings) and is_file(entry))
-
-
-def _named(name: str, endings: Sequence[str]) -> bool:
-    return name.lower().endswith(tuple(endings)) and not name.startswith(".")
+    file = next(list_files(path, endings, FIRST_DEPTH), None) if path.is_dir() else str(path)
+    if file is None or not file.lower().endswith(tuple(endings)) or not os.path.isfile(file):
+        return {}
+    return open_records(Path(file)).first()
 
 
 @dataclass(frozen=True)
@@ -290,6 +284,17 @@ def items(data: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 def _shown(value: Any) -> str:
     return "missing" if value is None else f"{value!r:.60}"
+
+
+def to_sides(entries: Iterable[Input], answers: Callable[[Input], bool]) -> list[tuple[list[Input], list[Input]]]:
+    """Group what was said, in order, into turns of (the user's, the model's): a turn starts where the user speaks after the
+    model has. `answers`: whether an entry is the model's."""
+    turns: list[tuple[list[Input], list[Input]]] = []
+    for entry in entries:
+        if not turns or (turns[-1][1] and not answers(entry)):
+            turns.append(([], []))
+        turns[-1][answers(entry)].append(entry)
+    return turns
 
 
 def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, where: str, **fields: str) -> Row:

@@ -20,14 +20,12 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.plugins import PLUGIN
-from train.data.readers.containers import TAR, ParquetRecords, open_records
+from train.data.readers.containers import ENDINGS, TAR, ParquetRecords, open_records
 from train.data.readers.contract import OpenedSource, ReaderOptions
-from train.data.readers.files import Files, entries, seconds
+from train.data.readers.files import Files, list_files, seconds
 from train.data.readers.records import TableRecords, open_binary
-from train.data.readers.source import MakeRow, RecordReader, RecordSource, RowMapper, data_files, make_row, text
+from train.data.readers.source import FIRST_DEPTH, MakeRow, RecordReader, RecordSource, RowMapper, make_row, text
 from train.data.rows.row import ROW_VERSION, Row, RowTurn, Sound, from_plain
-
-ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".tar")
 
 _USUAL = {
     "question_audio": "audio wav audio_path audio_file audio_filepath question_wav file_name path file",
@@ -68,10 +66,10 @@ def unknown(path: Path, formats: Sequence[str]) -> str:
     named = f"name the format with --read.format, one of {', '.join(formats)} ({PLUGIN})"
     file, subject = path, "it"
     if path.is_dir():
-        files = data_files(path, ENDINGS)
-        if not files:
+        first = next(list_files(path, ENDINGS, FIRST_DEPTH), None)
+        if first is None:
             return f"data {path} is of no format known here: it holds no file that ends in {', '.join(ENDINGS)}; {named}"
-        file, subject = files[0], f"its first file, {files[0].relative_to(path)},"
+        file, subject = Path(first), f"its first file, {Path(first).relative_to(path)},"
     elif not file.name.lower().endswith(ENDINGS):
         return f"data {path} is of no format known here: its name ends in none of {', '.join(ENDINGS)}; {named}"
     content, advice = _look(file)
@@ -149,10 +147,9 @@ class TableReader:
         return RowMapper(partial(table_row, names=names), files, options)
 
     def _files(self, path: Path) -> list[Path]:
-        if not path.is_dir():
-            return [path] if path.name.lower().endswith(ENDINGS) else []
-        names = (entry.name for entry in entries(path))
-        return sorted(path / name for name in names if name.lower().endswith(ENDINGS) and not name.startswith("."))
+        if path.is_dir():
+            return [Path(file) for file in list_files(path, ENDINGS, 0)]
+        return [path] if path.name.lower().endswith(ENDINGS) else []
 
 
 def one_table(files: Sequence[Path]) -> bool:

@@ -32,9 +32,9 @@ from omni.errors import UserError
 from omni.files import replacing, writing
 from omni.tasks import TASKS
 from train.data.rows.parquet_files import check_columns, has_large_groups, look, one_line, readable, whole
-from train.data.rows.places import DataFile, brought, find_files, opened, parallel_map, parquet_open_kwargs
+from train.data.rows.places import DataFile, brought, find_files, open_parquet, parallel_map
 from train.data.rows.reference import Reference
-from train.data.rows.row import OPTIONAL, Row, features, from_plain, has_codes, to_plain
+from train.data.rows.row import OPTIONAL, Row, features, from_plain, has_codes, inside, to_plain
 
 if TYPE_CHECKING:
     import datasets
@@ -137,8 +137,6 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from train.data.rows.row import inside
-
     target = Path(path)
     schema = features().arrow_schema
     count = 0
@@ -174,11 +172,9 @@ class OpenFile:
     """An open file, whose footer has been read; UserError where it is none, or has not `count` rows."""
 
     def __init__(self, file: DataFile, count: int) -> None:
-        import pyarrow.parquet as pq
-
         self.file = file
         with whole(file):
-            self.parquet = pq.ParquetFile(opened(file), page_checksum_verification=True, **parquet_open_kwargs(file))
+            self.parquet = open_parquet(file, page_checksum_verification=True)
         check_columns(file, self.parquet.schema_arrow)
         metadata = self.parquet.metadata
         if metadata.num_rows != count:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
 from omni.tasks import find_task
-from train.data.rows.places import DataFile, find_files, opened, parquet_open_kwargs
+from train.data.rows.places import DataFile, find_files, open_parquet, opened
 from train.data.rows.row import OPTIONAL, Row, features, from_plain
 
 if TYPE_CHECKING:
@@ -64,16 +65,6 @@ def check_columns(file: DataFile, schema: pa.Schema) -> None:
             )
 
 
-def first_rows(file: DataFile, group: int, count: int) -> list[dict[str, Any]]:
-    """Read the first rows of a group as plain data, without reading all of it; UserError where they cannot be read."""
-    import pyarrow.parquet as pq
-
-    with readable(file):
-        batches = pq.ParquetFile(opened(file), **parquet_open_kwargs(file)).iter_batches(count, row_groups=[group])
-        batch = next(batches, None)  # None for a group without rows
-        return [] if batch is None else batch.to_pylist()
-
-
 def has_large_groups(metadata: pq.FileMetaData) -> bool:
     """True where the first groups of a file are too large to decode one for a single row."""
     groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, JUDGED_GROUPS)))
@@ -122,10 +113,12 @@ def sample_rows(path: str) -> list[Row]:
     for file in (files[i] for i in evenly(len(files), FILES)):
         groups = evenly(look(file)[0].num_row_groups, GROUPS)
         for group in groups:
-            with suppress(UserError):
-                for plain in first_rows(file, group, -(-ROWS // len(groups))):
-                    with suppress(UserError):
-                        rows.append(from_plain(plain, data_files.folder, str(file)))
+            with suppress(UserError), readable(file):
+                batches = open_parquet(file).iter_batches(-(-ROWS // len(groups)), row_groups=[group])
+                for batch in itertools.islice(batches, 1):
+                    for plain in batch.to_pylist():
+                        with suppress(UserError):
+                            rows.append(from_plain(plain, data_files.folder, str(file)))
     return rows
 
 

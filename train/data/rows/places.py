@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 from omni.errors import UserError
 from omni.stores.drivers import StoredObject, bare, read_range
 from omni.stores.reading import PIECE, ObjectReader, listed, local_file, looked_up
 from omni.utils.remote import check_there, find_address, shown
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 SUFFIX, REPORT = ".parquet", "report.json"
 AT_ONCE = 16
@@ -96,10 +99,12 @@ def opened(file: DataFile) -> Any:
     return pa.OSFile(os.fsencode(file)) if isinstance(file, Path) else ObjectReader(file)
 
 
-def parquet_open_kwargs(file: DataFile) -> dict[str, bool]:
-    """Arguments of `pyarrow.parquet.ParquetFile`: of a store, columns side by side are one request. No file is mapped
-    (`memory_map`): one that gets shorter while it is read would end the process."""
-    return {"pre_buffer": not isinstance(file, Path)}
+def open_parquet(file: DataFile, **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file: of a store, columns side by side are one request. No file is mapped (`memory_map`): one that gets
+    shorter while it is read would end the process."""
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(opened(file), pre_buffer=not isinstance(file, Path), **options)
 
 
 def size_of(file: DataFile) -> int:

@@ -38,6 +38,7 @@ class Voice(Protocol):
 
     def speaker(self, language: str, seed: int) -> str:
         """Name of the voice that `say` speaks by for that seed; "" where it is not known."""
+        return ""
 
 
 @configuration
@@ -260,7 +261,7 @@ def _accents(language: str) -> tuple[str, ...]:
 _ENGLISH = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-us-nyc", "en-029")
 
 
-class CommandVoice:
+class CommandVoice(Voice):
     """Speaks by a program called once for every text; its line is split like a shell's, but no shell runs it."""
 
     def __init__(self, line: str) -> None:
@@ -271,9 +272,6 @@ class CommandVoice:
         for placeholder in ("{text}", "{out}"):
             if not any(placeholder in word for word in self.words[1:]):
                 raise UserError(f"voice command:{line}: it has no {placeholder}; write 'command:prog {{text}} {{out}}'")
-
-    def speaker(self, language: str, seed: int) -> str:
-        return ""
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         with tempfile.TemporaryDirectory(prefix="omni-voice-") as folder:
@@ -316,14 +314,11 @@ def imported(spec: str) -> Callable[..., Any]:
     return value  # type: ignore[no-any-return]
 
 
-class CallableVoice:
+class CallableVoice(Voice):
     """Speaks by a Python callable; `spec` names it in messages."""
 
     def __init__(self, spec: str, function: Callable[..., Any]) -> None:
         self.spec, self.function, self.extra = spec, function, _taken(function)
-
-    def speaker(self, language: str, seed: int) -> str:
-        return ""
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         from omni.audio.waveform import whole_rate

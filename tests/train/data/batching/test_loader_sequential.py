@@ -18,7 +18,7 @@ from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.packer import PackerShard, Pipeline, merge
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.rows import parquet
+from train.data.rows import parquet, places
 from train.data.rows.parquet import LeafColumns, Needed, StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn
 from train.data.sources import stored as base
@@ -113,7 +113,7 @@ class CountingFile(io.FileIO):
 
 @pytest.mark.parametrize("tasks", [{"T1T2"}, {"A1A2"}])
 def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "opened", lambda file: CountingFile(file))
+    monkeypatch.setattr(places, "opened", lambda file: CountingFile(file))
     monkeypatch.setattr(CountingFile, "read_bytes", 0)
     needed = Needed(frozenset(tasks))
     mix, used = mixture(folder, needed=needed), 0

@@ -69,8 +69,11 @@ def test_alpaca_joins_the_input_to_its_instruction(tmp_path):
         [("Say hi.", "Hi!")],
         [("One?", "Two."), ("Say hi.", "Hi!")],
     ]
-    (tmp_path / "a.csv").write_text('instruction,input,output\nSay hi.,"To Bob.",Hi!\n')
-    assert texts(rows(tmp_path / "a.csv")[0]) == [("Say hi.\n\nTo Bob.", "Hi!")]
+    for name, delimiter in (("a.tsv", "\t"), ("a.csv", ",")):
+        lines = (("instruction", "input", "output"), ("Say hi.", "To Bob.", "Hi!"))
+        (tmp_path / name).write_text("".join(f"{delimiter.join(line)}\n" for line in lines))
+        assert recognise(tmp_path / name).name == "alpaca"
+        assert texts(rows(tmp_path / name)[0]) == [("Say hi.\n\nTo Bob.", "Hi!")]
     mapped = rows(tmp_path / "a.csv", columns={"question_text": "input", "answer_text": "output"})
     assert texts(mapped[0]) == [("To Bob.", "Hi!")]
     own = write_lines(tmp_path / "own.jsonl", [{"instruction": "a", "output": "b", "question_text": "c", "answer_text": "d"}])
