@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.engine.desk import Desk
+from omni.engine.handler import MessageHandler
 from omni.engine.wire import CodedSound, Item, ModelFacts, pack, pack_error, unpack
 from omni.errors import SoundWarning, UserError
 from omni.generate.results import Event
@@ -136,8 +136,8 @@ DRAIN = 30.0
 """Seconds for which SIGTERM lets answers under way come to their ends."""
 
 
-class Child(Desk):
-    """Serves one clients' process: a desk whose messages come through a pipe."""
+class Child(MessageHandler):
+    """Serves one clients' process: messages come through a pipe."""
 
     def __init__(self, pipe: Connection, lm: SpeechLM, threads: int | None) -> None:
         self._pipe, self._lm, self._threads = pipe, lm, threads

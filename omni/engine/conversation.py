@@ -46,7 +46,7 @@ from omni.text import Tokenizer
 
 
 class Conversation:
-    """One conversation, with one answer at a time; `Desk` calls it for its session.
+    """One conversation, with one answer at a time; `MessageHandler` calls it for its session.
 
     Args:
         context: positions that the conversation may fill.

@@ -19,20 +19,20 @@ from typing import Any
 
 from torch import Tensor
 
-from omni.engine.desk import Desk
+from omni.engine.handler import MessageHandler
 from omni.engine.listener import Link, Listener
 from omni.engine.wire import CodedSound, EngineLost, SoundDecoder, cannot_decode, pack_request, unpack, unpack_error
 from omni.generate.results import Ended, Timings
 
 
-class Direct(Link):
-    """To an engine in this process, whose `desk` is called."""
+class LocalLink(Link):
+    """To an engine in this process, whose `handler` is called."""
 
     every, remote = 1, False
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk(self)
+        self.handler = MessageHandler(self)
 
     def listener(self, answer: int) -> Listener:
         return self._answers[answer]
@@ -41,13 +41,13 @@ class Direct(Link):
         return self._turns[sound].put
 
     def check(self, session: int) -> None:
-        self.desk.check(session)
+        self.handler.check(session)
 
     def request(self, name: str, *args: Any) -> Any:
-        return getattr(self.desk, name)(*args)
+        return getattr(self.handler, name)(*args)
 
     def tell(self, name: str, *args: Any) -> None:
-        getattr(self.desk, name)(*args)
+        getattr(self.handler, name)(*args)
 
 
 class Sender:
@@ -111,7 +111,7 @@ OFTEN = 256
 """Messages between two looks for answers that nobody has any more."""
 
 
-class Pipe(Link):
+class PipeLink(Link):
     """To an engine in another process: sends what any thread asks for; a thread of its own takes what comes.
 
     Args:

@@ -58,7 +58,7 @@ class Link:
         raise NotImplementedError
 
     def request(self, name: str, *args: Any) -> Any:
-        """Have something of `omni.engine.desk.Desk` done, and wait for the result."""
+        """Have something of `omni.engine.handler.MessageHandler` done, and wait for the result."""
         raise NotImplementedError
 
     def tell(self, name: str, *args: Any) -> None:

@@ -29,7 +29,7 @@ from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
 from omni.config import ModelConfig
-from omni.engine.link import PATIENCE, Pipe, how_it_ended
+from omni.engine.link import PATIENCE, PipeLink, how_it_ended
 from omni.engine.slots import check_limits
 from omni.engine.wire import EngineLost, Item, ModelFacts, SoundDecoder, pack_request, unpack, unpack_error
 from omni.errors import UserError
@@ -95,7 +95,7 @@ class EngineProcess(Sessions):
         plugins: names of modules that register codecs, encoders or tasks; by default those that are loaded here.
     """
 
-    _link: Pipe
+    _link: PipeLink
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class EngineProcess(Sessions):
             self._process.join()
             raise
         self._closing = False
-        self._link = Pipe(pipe, self._process, decoder)
+        self._link = PipeLink(pipe, self._process, decoder)
         _OPEN.add(self)
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 from omni.edit.deltas import Edits
 from omni.engine.engine import Engine
-from omni.engine.link import Direct
+from omni.engine.link import LocalLink
 from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.options import AnswerOptions, check_number
@@ -102,7 +102,7 @@ def checked(check: Callable[[], None]) -> Iterator[None]:
 
 
 def answer_all(
-    engine: Engine, link: Direct, questions: Iterable[Callable[[], tuple[Session, Listener]]], at_once: int
+    engine: Engine, link: LocalLink, questions: Iterable[Callable[[], tuple[Session, Listener]]], at_once: int
 ) -> list[Answer]:
     """One answer per question, in their order.
 
@@ -122,7 +122,7 @@ def answer_all(
                 for session, answer in (under[number] for number, _ in batch):
                     answer.wake = _setter(answer, ended)
                     session.begin(answer, "lay_out")
-                engine.ask([link.desk.answers[under[number][1].number] for number, _ in batch])
+                engine.ask([link.handler.answers[under[number][1].number] for number, _ in batch])
             while not ended.wait(None if (check := _CHECK.get()) is None else CHECK_SECONDS):
                 if check is not None:
                     check()

@@ -1,8 +1,8 @@
 """A session: a conversation of several turns as who asks sees it, wherever its engine is; and the calls that start sessions, or
 answer one question in a session of its own.
 
-A session says what it wants to its engine in messages (`omni.engine.desk`), through a link (`omni.engine.link`), and takes the
-events of one answer at a time.
+A session says what it wants to its engine in messages (`omni.engine.handler`), through a link (`omni.engine.link`), and takes
+the events of one answer at a time.
 
 read: check, listen --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
                          cancel, let_go: end it before

@@ -34,7 +34,7 @@ from omni.edit.deltas import Bases, Edits, attach_edits, attached, edited_everyw
 from omni.engine.answer import Pace, WhenFull
 from omni.engine.conversation import Conversation
 from omni.engine.engine import Engine
-from omni.engine.link import Direct
+from omni.engine.link import LocalLink
 from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.batch import answer_all, check_lengths, read_batch
@@ -129,7 +129,7 @@ class SpeechLM(Sessions):
         speech_time: speaking time of the model's voice; by default English at about 15 characters a second.
     """
 
-    _link: Direct
+    _link: LocalLink
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class SpeechLM(Sessions):
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
-        self._link = Direct()
+        self._link = LocalLink()
         self._engine: Engine | None = None
         self._folder: str | None = None
         self._lock = threading.Lock()
@@ -247,7 +247,7 @@ class SpeechLM(Sessions):
         LOG.info("adapter %r was removed", name)
 
     def _start(self, number: int, values: dict[str, Any]) -> None:
-        self._link.desk.conversations[number] = self.conversation(**values)
+        self._link.handler.conversations[number] = self.conversation(**values)
 
     def conversation(
         self, *, context: int | None, history: History | None, pace: Pace, when_full: WhenFull, **values: Any
@@ -311,7 +311,7 @@ class SpeechLM(Sessions):
             def session_of(number: int) -> tuple[Session, Listener]:
                 own: dict[str, Any] = {"context": room, "edits": names[number], "pace": "whole", "sound": sound}
                 own_number, whole = self._link.number(), batch.options(number, options)
-                self._link.desk.conversations[own_number] = self._conversation(whole, **own)
+                self._link.handler.conversations[own_number] = self._conversation(whole, **own)
                 session = Session(self, own_number, "whole", options.stop_when, sound)
                 return session, session.lay_out(batch.asked[number])
 

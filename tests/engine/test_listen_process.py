@@ -123,7 +123,7 @@ class Here(Sessions):
     def __init__(self, lm: SpeechLM) -> None:
         ours, theirs = Pipe()
         self.lm, self.child, self.tokenizer = lm, Child(theirs, lm, None), lm.tokenizer
-        self._link = link.Pipe(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
+        self._link = link.PipeLink(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
 
     @property
     def config(self) -> ModelConfig:

@@ -141,7 +141,7 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
             closed.append(1)
 
     answer = SimpleNamespace(number=1, ended=False)
-    link = SimpleNamespace(desk=SimpleNamespace(answers={1: None}))
+    link = SimpleNamespace(handler=SimpleNamespace(answers={1: None}))
     looks: list[int] = []
 
     def check() -> None:

@@ -28,7 +28,7 @@ class Outlets(Protocol):
         """Takes the turn head's probabilities of a sound."""
 
 
-class Desk:
+class MessageHandler:
     """Takes the messages of sessions (`omni.generate.session.Session`), wherever these are: a method for each, which is called
     in any thread. Conversations, answers and sounds are known by numbers of the sessions' link.
 
