@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,6 @@ from train.distributed.process_group import ProcessGroup, lost_named
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective, cells, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
-from train.optim.schedule import used
 from train.trainer import announce, plots
 from train.trainer.balanced_step import Balanced, Balancing
 from train.trainer.feed import Feed
@@ -56,12 +55,14 @@ from train.trainer.initial_model import Initial, apply_lora, build_initial, save
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepMetrics
+from train.trainer.observers import Begun, LogWriter, StepHealth, StepLines
 from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, build_callbacks
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
+from train.trainer.run_validation import RunValidation
 from train.trainer.signals import Stop
-from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
-from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
+from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step, TimedStep
+from train.trainer.usage import StepTimes, Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
 from train.trainer.validation import build_held_out, build_validator, check_metric, outer_batches
 
 MODEL = "model"
@@ -129,7 +130,10 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             raise worker_lost(error, 0 if loop is None else loop.position.step + 1, fabric.global_rank) from error
         if not is_out_of_memory(error):
             raise
-        raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
+        if loop is None:
+            raise out_of_memory(error, fabric.device) from error
+        step = loop.position.step + 1 if loop.usage.meter.running else None
+        raise out_of_memory(error, fabric.device, loop.usage, loop.checkpointer.saved, step) from error
 
 
 def prepare(
@@ -147,10 +151,12 @@ def prepare(
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
     loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    loop.begun = lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    begun = Begun(lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text)))
     if not loop.group.broadcast((folder / retention.CONFIG).exists()):
-        loop.settle()
-    for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
+        begun.on_steps_end()
+    loop.observers.append(begun)
+    trainable = [p for p in loop.objective.parameters() if p.requires_grad]
+    for line in announce.ready_lines(config, loop.parts, trainable, loop.position, loop.checkpointer.saved):
         say(line)
     return loop
 
@@ -183,7 +189,6 @@ def build_loop(
     trainable = [(name.removeprefix("model."), p) for name, p in learning]
     optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
     stepper: Any = fabric.setup_optimizers(optimizer)
-    guard = StepGuard(objective, optimizer, parts.idle) if config.guard else None
     average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:
@@ -196,9 +201,6 @@ def build_loop(
     peak = (peak_flops(fabric.device) or 0.0) * group.world
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
     highest = HighestLosses(COUNT if parts.named else 0, folder, group)
-    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
-    first = objective.align_first if isinstance(objective, Objective) else 0.0
-    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
     seed_random((config.seed + 1 + group.data_rank) % 2**63)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
@@ -207,7 +209,7 @@ def build_loop(
     resumed = checkpointer.resume()
     position = checkpointer.position
     logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
-    share = used(config.budget, position.step, position.seconds, config.reached(position.figures))
+    share = checkpointer.used
     most = None if config.budget.expected is None or config.budget.minutes is None else 60 * config.budget.minutes
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds), most)
     checkpointer.say = progress.say
@@ -217,23 +219,51 @@ def build_loop(
         progress.say(line)
     profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
     profiler.resume(position.step + 1)
-    if guard is not None:
-        step = GuardedStep(step, guard, position.step, progress.say)
-
     calls = Callbacks(callbacks, group)
+    checkpointer.asynchronous &= not calls.saves_are_watched
 
-    def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
+    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
+    first = objective.align_first if isinstance(objective, Objective) else 0.0
+    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
+    if config.guard:
+        step = GuardedStep(step, StepGuard(objective, optimizer, parts.idle), position.step, progress.say)
+    usage = Usage(objective, optimizer, average, meter, fabric.device, group)
+    timed = TimedStep(step, StepTimes(), usage, parts.idle, progress.say)
+    scaled, on_cpu = bool(fabric.strategy.precision.state_dict()), fabric.device.type == "cpu"
+    health = StepHealth(
+        checkpointer, meter, optimizer, on_cpu=on_cpu, scaled=scaled, first_step=position.step + 1, say=progress.say
+    )
+    counts = DataCounts(folder, group, checkpointer.own_shards, progress.say, parts.broken_limit)
+    tally = None if balance is None else balance.tally
+    observers = [
+        timed,
+        calls,
+        profiler,
+        meter,
+        highest,
+        health,
+        counts,
+        usage,
+        StepLines(config, checkpointer, meter, optimizer, usage.idle, progress),
+        LogWriter(logs, group, checkpointer, tally, parts.draw, progress.say),
+    ]
+
+    def feed(stop: Stop) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
         counted = (0, None) if balance is None else (len(parts.tasks), balance.balanced.cells)
-        return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop, *counted)
+        return Feed(batches, parts.targets, parts.flops, checkpointer.clock, len(parts.streams), group, stop, *counted)
 
-    data_counts = DataCounts(folder, group, progress.say, parts.broken_limit)
-    return Loop(
-        config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
-        checkpointer, logs, progress, data_counts, calls, Usage(objective, optimizer, average, fabric.device, group), highest,
-        profiler,
-    )  # fmt: skip
+    answering = fabric.device if config.lora is None else "cpu"  # adapters are merged into copies
+    validation = RunValidation(config, parts, checkpointer, observers, module, average, fabric.device, answering, group)
+
+    def on_save(step: int, checkpoint: Path) -> None:
+        for observer in reversed(observers):
+            observer.on_save(step, checkpoint)
+
+    checkpointer.on_save = on_save
+    checkpointer.start_clock()
+    return Loop(config, group, optimizer, feed, timed, validation, checkpointer, observers, usage, health, counts, progress)
 
 
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:

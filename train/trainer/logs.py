@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from train.data.batching.unused import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import ExampleLosses
+from train.trainer.observer import Figures, Observer
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
@@ -138,24 +139,39 @@ class Logs:
             self.wandb.finish()
 
 
-class DataCounts:
+class DataCounts(Observer):
     """Counts what is trained of each source, and the rows that are left out because they are too long or broken, over all
     processes; says each source, task and reason when it first happens. `limit`: share of a source's draws that may be
-    broken."""
+    broken; `shards`: gives the states of this process's packers."""
 
-    def __init__(self, folder: Path, group: ProcessGroup, say: Callable[[str], None], limit: float) -> None:
-        self.folder, self.group, self.say, self.limit = folder, group, say, limit
+    def __init__(
+        self,
+        folder: Path,
+        group: ProcessGroup,
+        shards: Callable[[], Mapping[str, Any]],
+        say: Callable[[str], None],
+        limit: float,
+    ) -> None:
+        self.folder, self.group, self.shards, self.say, self.limit = folder, group, shards, say, limit
         self.number, self.counts = 0, Counts()
 
-    def figures(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    def on_log(self, step: int, figures: Figures) -> None:
+        figures.update(self.figures())
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Refuses data of which too many are broken (UserError), in all processes alike."""
+        if figures:
+            self.counts.check(self.limit)
+
+    def figures(self) -> Figures:
         """Rows, seconds of sound and tokens by source, and rows left out, since the start of the run; all processes must call
-        it, with the states of their packers.
+        it.
 
         `unused.csv` is written again where more rows are left out.
         """
-        own, counters = list(shards) if self.group.counts else [], ("skipped", "broken")
-        out: dict[str, float] = {}
-        for source, of in self.trained(own).items():
+        own, counters = self._own(), ("skipped", "broken")
+        out: Figures = {}
+        for source, of in self.trained().items():
             name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
             out |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
         each = self.group.gather([sum(shard.get(counter, 0) for shard in own) for counter in counters])
@@ -165,16 +181,15 @@ class DataCounts:
             self._report([shard.get("counts", {}) for shard in own])
         return out | {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
 
-    def trained(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, Trained]:
-        """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call it,
-        with the states of their packers."""
-        own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in (shards if self.group.counts else ())]
+    def trained(self) -> dict[str, Trained]:
+        """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call
+        it."""
+        own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in self._own()]
         sums = Counts.joined(counts for of in self.group.gather(own) for counts in of).trained
         return dict(sorted(sums.items()))
 
-    def check(self) -> None:
-        """Refuse data of which too many are broken (UserError), in all processes alike."""
-        self.counts.check(self.limit)
+    def _own(self) -> list[Mapping[str, Any]]:
+        return list(self.shards().values()) if self.group.counts else []
 
     def _report(self, own: list[Mapping[str, Any]]) -> None:
         known, self.counts = self.counts.unused, Counts.joined(counts for of in self.group.gather(own) for counts in of)
@@ -224,7 +239,7 @@ class NamedLoss(NamedTuple):
         return json.dumps(self._asdict() | {"loss": round(self.loss, 4) if math.isfinite(self.loss) else None})
 
 
-class HighestLosses:
+class HighestLosses(Observer):
     """The `count` examples with the highest mean loss per target of the last `WINDOW` steps, over all processes; `step` is
     the one that is taken.
 
@@ -237,6 +252,12 @@ class HighestLosses:
         self.step = 0
         self.named: dict[tuple[str, str], NamedLoss] = {}
         self._waiting: deque[tuple[int, Tensor, Sequence[tuple[str, str]]]] = deque()
+
+    def on_step_begin(self, step: int) -> None:
+        self.step = step
+
+    def on_log(self, step: int, figures: Figures) -> None:
+        self.write()
 
     def add(self, losses: Losses, batch: Batch) -> None:
         """Adds the examples of a micro-batch; none where the objective gave no losses by example."""

@@ -6,7 +6,7 @@ Each of `PlainStep`, `BalancedStep` and `GuardedStep` is a `Step`: whoever train
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,8 @@ from train.trainer.feed import StepBatches
 from train.trainer.guard import StepGuard
 from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
+from train.trainer.observer import Observer
+from train.trainer.usage import StepTimes, Usage
 
 
 class Step(Protocol):
@@ -128,3 +130,36 @@ class GuardedStep:
     def __call__(self, step: StepBatches, progress: float) -> None:
         self.number += 1
         self.guard.step(self.number, step, progress, lambda step: self.take(step, progress), self.say, self.trace)
+
+
+@dataclass(eq=False)
+class TimedStep(Observer):
+    """Takes the steps of another, and says which of them took long.
+
+    Attributes:
+        idle: parameters that are not trained at that share of the budget: with others a step takes another time.
+    """
+
+    take: Step
+    times: StepTimes
+    usage: Usage
+    idle: Callable[[float], Iterable[nn.Parameter]]
+    say: Callable[[str], None]
+    number: int = 0
+    line: str | None = None
+
+    def on_step_begin(self, step: int) -> None:
+        self.number = step
+        self.times.begin()
+
+    def __call__(self, step: StepBatches, progress: float) -> None:
+        self.times.of_kind(frozenset(map(id, self.idle(progress))))
+        self.take(step, progress)
+        self.usage.waited += step.waited
+        self.times.add("waiting for data", step.waited)
+        self.times.add("waiting for another process", step.held_up)
+        self.line = self.times.end(self.number)
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        if self.line is not None:
+            self.say(self.line)

@@ -23,6 +23,8 @@ from omni.errors import LostError, UserError
 from omni.utils.profiling import GIB
 from train.distributed.process_group import AGAIN, ProcessGroup
 from train.optim.optimizer import Average
+from train.trainer.metrics import StepMetrics
+from train.trainer.observer import Figures, Observer
 
 
 class IdleTime:
@@ -54,7 +56,7 @@ class IdleTime:
         return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
-class Usage:
+class Usage(Observer):
     """What the processes of a run wait for, and the memory that this one holds.
 
     Attributes:
@@ -67,15 +69,19 @@ class Usage:
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
         average: Average | None,
+        meter: StepMetrics,
         device: torch.device,
         group: ProcessGroup,
     ) -> None:
-        self.objective, self.optimizer, self.average = objective, optimizer, average
+        self.objective, self.optimizer, self.average, self.meter = objective, optimizer, average, meter
         self.device, self.group = device, group
         self.waited, self.idle = 0.0, IdleTime(device)
         self._parts: tuple[int, dict[str, int]] = -1, {}
 
-    def figures(self, seconds: float) -> dict[str, float]:
+    def on_log(self, step: int, figures: Figures) -> None:
+        figures.update(self.figures(self.meter.measured))
+
+    def figures(self, seconds: float) -> Figures:
         """Figures of the steps since the last call, as docs/training.md has them; all processes must call it.
 
         Args:

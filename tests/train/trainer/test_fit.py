@@ -33,6 +33,7 @@ from tests.train.toys import (
     toy_targets,
 )
 from train.checkpoint import retention
+from train.checkpoint.checkpointer import Checkpointer
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -45,7 +46,6 @@ from train.config.sections import (
 from train.objective.objective import Losses
 from train.optim.schedule import learning_rate
 from train.trainer.logs import METRICS, VALIDATION, CsvTable, Logs, read_table, run_id
-from train.trainer.loop import Loop
 
 
 def plain_loop(steps: int, clip: float | None, decay: float) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def test_rows_of_the_log_are_means_over_all_targets(tmp_path: Path) -> None:
 
 
 def test_a_run_that_the_clock_ends_has_a_row_of_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loop, "_clock", lambda self: 10.0 * self.position.step)
+    monkeypatch.setattr(Checkpointer, "clock", lambda self: 10.0 * self.position.step)
     config = toy_config(tmp_path, budget=BudgetConfig(minutes=1), log=LogConfig(every=4, progress="off"))
     outcome, _ = toy_fit(config)
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == [4, outcome.step] and outcome.step > 4

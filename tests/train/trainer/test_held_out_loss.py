@@ -229,7 +229,7 @@ def test_what_fails_while_it_is_measured_leaves_the_weights(monkeypatch: pytest.
 
 def test_the_lowest_loss_is_kept_and_no_number_never_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses: Iterator[float] = iter([float("nan"), 2.0, 1.0, float("-inf"), 3.0, 1.0])
-    monkeypatch.setattr("train.trainer.loop.held_out_loss", lambda *_: {"loss": next(losses)})
+    monkeypatch.setattr("train.trainer.run_validation.held_out_loss", lambda *_: {"loss": next(losses)})
     config = toy_config(
         tmp_path,
         budget=BudgetConfig(steps=13),
