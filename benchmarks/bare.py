@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.bench.bench import TASK
-from omni.cpu.kernels import Kernels, apply, multiply
+from omni.cpu.int8 import FEWEST, Int8Embedding, Int8Linear, exact, packed_of
+from omni.cpu.products import apply, product
 from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM
 from omni.model.attention import attention
 from omni.model.blocks import Block
-from omni.model.int8 import FEWEST, Int8Embedding, Int8Linear, exact, packed_of
 from omni.tasks import Turn, prompt
 
 Product = Callable[[Tensor], Tensor]
@@ -48,7 +48,7 @@ class BareLoop:
         angle = torch.arange(length, device=model.device)[:, None] * self.decoder.rope
         self.rope = [torch.cat([f, f], -1)[:, None] for f in (angle.cos(), angle.sin())]  # [S, 1, D]
         table = self.decoder.text_embedding if self.decoder.text_head is None else self.decoder.text_head
-        self.heads = product(self.decoder.kernels, table), product(self.decoder.kernels, self.decoder.audio_head)
+        self.heads = product(self.decoder.fast, table), product(self.decoder.fast, self.decoder.audio_head)
         self.tokens = torch.zeros(rows, len(model.layout), 1, dtype=torch.long, device=model.device)
         self.sizes = torch.tensor(codec.codebook_sizes, device=model.device)
 
@@ -124,8 +124,8 @@ class _BareBlock:
     def __init__(self, block: nn.Module, loop: BareLoop, rows: int, length: int) -> None:
         assert isinstance(block, Block)
         self.block, part, mlp, product = block, block.attention, block.mlp, loop.product
-        self.qkv, self.out = product(part.kernels, part.q, part.k, part.v), product(part.kernels, part.out)
-        self.gate_up, self.down = product(mlp.kernels, mlp.gate, mlp.up), product(mlp.kernels, mlp.down)
+        self.qkv, self.out = product(part.fast, part.q, part.k, part.v), product(part.fast, part.out)
+        self.gate_up, self.down = product(mlp.fast, mlp.gate, mlp.up), product(mlp.fast, mlp.down)
         norm = block.attention_norm.weight
         shape = (rows, part.kv_heads, length, part.head_dim)
         self.keys, self.values = (torch.zeros(shape, dtype=norm.dtype, device=norm.device) for _ in "kv")
@@ -162,7 +162,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
 
 
-def _product(kernels: Kernels | None, *linears: nn.Module, fbgemm: bool) -> Product:
+def _product(fast: bool, *linears: nn.Module, fbgemm: bool) -> Product:
     """The product of linears (or a tied table) of one input, as the model holds and multiplies them."""
     if isinstance(linears[0], Int8Embedding):
         linears = (linears[0].head(),)
@@ -170,11 +170,9 @@ def _product(kernels: Kernels | None, *linears: nn.Module, fbgemm: bool) -> Prod
     if isinstance(first, Int8Linear) and (fbgemm or exact()):
         return (_fbgemm_product if fbgemm else _int8_product)(cast("tuple[Int8Linear, ...]", linears))
     if isinstance(first, nn.Embedding):
-        return partial(multiply, kernels, weight=first.weight)
+        return partial(product, fast, weight=first.weight)
     parts = cast("tuple[nn.Linear, ...]", linears)
-    return lambda x: (
-        torch.cat([apply(kernels, part, x) for part in parts], -1) if len(parts) > 1 else apply(kernels, parts[0], x)
-    )
+    return lambda x: torch.cat([apply(fast, part, x) for part in parts], -1) if len(parts) > 1 else apply(fast, parts[0], x)
 
 
 def _int8_product(linears: tuple[Int8Linear, ...]) -> Product:

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.apart import run_apart
-from benchmarks.report import Figures, run_checks
+from benchmarks.report import Figures, in_turns, ratio, run_checks
 from omni.audio.io import SAMPLE_RATE
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
 from omni.config import preset
 from omni.text import Tokenizer
-from omni.utils.profiling import in_turns, ratio, seconds_of
+from omni.utils.profiling import seconds_of
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import StepLoader
 from train.data.batching.packer import Pipeline

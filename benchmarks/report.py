@@ -6,16 +6,19 @@ import argparse
 import gc
 import inspect
 import json
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from omni.cpu.kernels import machine
 from omni.engine.stats import Percentiles
+from omni.utils.hardware import machine
+from omni.utils.profiling import seconds_of
 
 Figures = Iterator[tuple[str, dict[str, float]]]
 Check = Callable[..., Figures]
@@ -87,3 +90,29 @@ def describe(device: torch.device) -> dict[str, Any]:
     """Processor, GPU, and versions of torch and of its CUDA."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {"gpu": gpu, "processor": machine()["processor"], "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+Item = TypeVar("Item")
+
+
+def in_turns(
+    works: Mapping[str, Callable[[Item], Any]], items: Sequence[Item], device: torch.device, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each of several works with each given item, `rounds` times after one that is not counted.
+
+    All take an item one right after the other, in every other round in reverse order, so that changes of the machine's speed
+    affect all alike.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
+        for item in items:
+            for name in works if turn % 2 else reversed(list(works)):
+                seconds = seconds_of(partial(works[name], item), device)
+                if turn:
+                    spent[name].append(seconds)
+    return spent
+
+
+def ratio(taken: Sequence[float], beside: Sequence[float]) -> float:
+    """Median of the ratios of times that were taken in one turn (see `in_turns`)."""
+    return statistics.median(a / b for a, b in zip(taken, beside, strict=True))

@@ -31,12 +31,12 @@ from infer.bench.random_model import preset_lm
 from infer.loading import cpu_threads
 from omni.audio.io import SAMPLE_RATE
 from omni.config import preset as named
-from omni.cpu.kernels import measure_kernels
+from omni.cpu.int8 import is_int8
+from omni.cpu.products import use_fast
 from omni.encoder.whisper_config import EncoderMode
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8 import is_int8
 from omni.utils.profiling import seconds_of
 
 PIECE = 0.02
@@ -50,7 +50,7 @@ def model(device: torch.device, name: str, quantize: str, dtype: str, mode: Enco
     try:
         with cpu_threads(None, lm.model):
             if device.type == "cpu":
-                measure_kernels(lm.model)
+                use_fast(lm.model)
             yield lm
     finally:
         lm.engine.close()

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.report import Figures, run_checks
+from benchmarks.report import Figures, in_turns, ratio, run_checks
 from omni.config import preset
 from omni.errors import UserError
 from omni.files import sync
 from omni.layout import IGNORE
 from omni.utils.hardware import synchronize
-from omni.utils.profiling import GIB, PeakMemory, free_memory, in_turns, ratio, seconds_of, timed
+from omni.utils.profiling import GIB, PeakMemory, free_memory, seconds_of, timed
 from train.balance.config import BalanceConfig, check_balance
 from train.checkpoint.state import capture
 from train.config.parse import read_fit_config

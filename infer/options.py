@@ -192,9 +192,9 @@ class BenchOptions(DeviceOptions):
         None, "float32, bfloat16 or float16; float32 by default (bfloat16 on a GPU), a folder's as stored"
     )
     kernels: str = option(
-        "measured",
-        "measured: measure first which products are faster on this CPU; or reference",
-        choices=("measured", "reference"),
+        "fast",
+        "fast: what is faster on this CPU by its features; or reference: PyTorch alone",
+        choices=("fast", "reference"),
     )
     json: bool = option(False, "one JSON object on standard output instead of tables")
 

@@ -40,16 +40,16 @@ memory is taken for it."""
 class RopeScaling:
     """Llama 3's scaling of the rotary frequencies (`rope_type: llama3` in transformers, `modeling_rope_utils.py`)."""
 
-    factor: float = 32.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    factor: float = ranged(32.0, above=0, below=math.inf)
+    low_freq_factor: float = ranged(1.0, above=0, below=math.inf)
+    high_freq_factor: float = ranged(4.0, above=0, below=math.inf)
     original_context: int = ranged(8192, 1, MOST["context"])
 
     def __post_init__(self) -> None:
-        for name, least in (("factor", 0.0), ("low_freq_factor", 0.0), ("high_freq_factor", self.low_freq_factor)):
-            if not least < getattr(self, name) < math.inf:
-                raise UserError(f"decoder.rope_scaling.{name} is {getattr(self, name)}; it must be a number above {least:g}")
         check_fields(self, "decoder.rope_scaling")
+        if self.high_freq_factor <= self.low_freq_factor:
+            factors = f"high_freq_factor is {self.high_freq_factor}; it must be above low_freq_factor, {self.low_freq_factor}"
+            raise UserError(f"decoder.rope_scaling.{factors}")
 
 
 @dataclass(frozen=True)
@@ -154,17 +154,14 @@ class ModelConfig:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     codec: str = field(default="codec2", metadata={"check": check_codec_name})
-    ctc: int = 0
-    ctc_sounds: int = 0
+    ctc: int = ranged(0, 0, LARGEST)
+    ctc_sounds: int = ranged(0, 0, LARGEST)
     turn: bool = False
 
     def __post_init__(self) -> None:
-        if self.ctc < 0 or self.ctc_sounds < 0:
-            raise UserError(f"ctc is {self.ctc} and ctc_sounds {self.ctc_sounds}; they must be at least 0")
+        check_fields(self)
         if self.ctc_sounds and not self.ctc:
             raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is 0: give a first, or none")
-        if max(self.ctc, self.ctc_sounds) > LARGEST:
-            raise UserError(f"ctc is {self.ctc} and ctc_sounds {self.ctc_sounds}; they must be at most {LARGEST}")
         if self.encoder.width < 1:
             raise UserError(f"encoder.width is {self.encoder.width}; it must be at least 1")
         if self.turn and not self.encoder.streams:

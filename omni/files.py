@@ -38,6 +38,10 @@ PASSING = (
 """System errors of a disk, or a network, that may be over at another try."""
 LFS = b"version https://git-lfs"
 """The start of a pointer file of Git LFS."""
+AGAIN = "fetch or save the folder again"
+"""Advice for a damaged file of a model's folder."""
+LARGEST_JSON, DEEPEST = 100_000_000, 100
+"""Most bytes, and most levels of nesting, of a JSON file."""
 LOCK = ".lock"
 """Lock file in a folder that a process works in; names that process."""
 
@@ -114,13 +118,24 @@ def write_json(path: str | os.PathLike[str], data: Any, indent: int | None = 2) 
         write_whole(path, json.dumps(data, indent=indent, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """Reads the object in a JSON file; UserError, which ends with the advice `otherwise`, where it is missing or damaged."""
+def read_json(path: Path, otherwise: str = AGAIN, longest: int = LARGEST_JSON) -> dict[str, Any]:
+    """Reads the object in a JSON file; UserError, which ends with the advice `otherwise`, where it is missing, damaged, longer
+    than `longest` bytes, or nested more than `DEEPEST` deep."""
     refuse_pointer(path)
     try:
+        if path.stat().st_size > longest:
+            raise ValueError(f"it has {path.stat().st_size} bytes, and at most {longest} are read")
         data = json.loads(path.read_text(encoding="utf-8"))
+        level = [data]
+        for _ in range(DEEPEST + 1):
+            inner = (value.values() if isinstance(value, dict) else value for value in level if isinstance(value, (dict, list)))
+            level = [value for values in inner for value in values]
+        if level:
+            raise RecursionError
+    except RecursionError:
+        raise UserError(f"{path} cannot be read (it is nested more than {DEEPEST} deep): {otherwise}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}): {otherwise}") from error
+        raise UserError(f"{path} cannot be read ({error}): {otherwise}") from error
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no JSON object: {otherwise}")
     return data

@@ -37,12 +37,12 @@ Dimensions: B batch, K streams, A audio streams (K - 1), C columns, F frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
-from omni.utils.ranges import check_fields
+from omni.utils.ranges import check_fields, ranged
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,28 +76,13 @@ class Stream:
     """
 
     kind: Literal["audio", "text"]
-    size: int
-    specials: int = 64
-    delay: int = 0
+    size: int = ranged(MISSING, 1, LARGEST)
+    specials: int = ranged(64, 5, LARGEST)
+    delay: int = ranged(0, 0, LONGEST_DELAY)
     role: Literal["predicted", "given"] = "predicted"
-    rows: int = 0
+    rows: int = ranged(0, 0, LARGEST)
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise UserError(f"layout: a {self.kind} stream has size {self.size}; it needs at least one id")
-        if self.specials < 5:
-            raise UserError(f"layout: a {self.kind} stream keeps {self.specials} special ids; it needs at least 5")
-        if self.delay < 0:
-            raise UserError(f"layout: delay {self.delay} of a {self.kind} stream is negative; delays count from 0")
-        if self.delay > LONGEST_DELAY:
-            raise UserError(
-                f"layout: delay {self.delay} of a {self.kind} stream is beyond {LONGEST_DELAY}, the longest there is"
-            )
-        if max(self.size, self.specials, self.rows) > LARGEST:
-            raise UserError(
-                f"layout: a {self.kind} stream has size {self.size}, specials {self.specials} and rows {self.rows}; each must "
-                f"be at most {LARGEST}"
-            )
         check_fields(self, "layout.streams")
         if self.rows and self.rows < self.size + self.specials:
             raise UserError(f"layout: {self.rows} table rows cannot hold {self.size} ids and {self.specials} special ids")

@@ -127,7 +127,7 @@ def quick_disk() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_measured() -> Iterator[None]:
-    """What one file's tests measured (`bench`) does not choose another's kernels, or bfloat16."""
+    """What one file's tests measured (`engine.measure`) is not another's."""
     yield
     for place in Path(os.environ["OMNI_CACHE"]).glob("*-*.json"):
         place.unlink(missing_ok=True)

@@ -63,11 +63,11 @@ def test_json_comes_back_and_damage_is_named(tmp_path: Path) -> None:
     assert read_json(file, "") == {"b": ["\u00fc", 1.5, None]} == json.loads(file.read_text(encoding="utf-8"))
     write_json(file, {"path": "\udce9"})
     assert read_json(file, "") == {"path": "\udce9"}
-    for content, said in (("{", "is damaged"), ("[1]", "holds no JSON object")):
+    for content, said in (("{", "cannot be read"), ("[1]", "holds no JSON object")):
         file.write_text(content)
         with pytest.raises(UserError, match=rf"a.json {said}.*: fetch it again"):
             read_json(file, "fetch it again")
-    with pytest.raises(UserError, match=r"b.json is damaged .*No such file"):
+    with pytest.raises(UserError, match=r"b.json cannot be read .*No such file"):
         read_json(tmp_path / "b.json", "")
 
 

@@ -187,7 +187,7 @@ def test_names_are_nouns_of_the_field():
     assert {name: words for name, words in used.items() if words} == {}
 
 
-KNOWN = {"_exit", "_getframe", "_handle", "_Pointer", "_asdict", "_replace", "_dynamo"}
+KNOWN = {"_exit", "_getframe", "_handle", "_Pointer", "_asdict", "_fields", "_replace", "_dynamo"}
 """Documented by Python and PyTorch."""
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from omni.checkpoint.folder import load_folder
-from omni.checkpoint.tensors import read_json, read_safetensors, read_torch
+from omni.checkpoint.tensors import read_safetensors, read_torch
 from omni.codec.registry import load_codec
 from omni.convert.mini_omni_config import read_settings
 from omni.errors import UserError
+from omni.files import read_json
 from omni.pretrained import find_model
 from omni.text import Tokenizer
 from tests.train.data.readers.toys import write_tone

@@ -25,7 +25,7 @@ from infer.options import BenchOptions
 from infer.timing import AnswerMeter, Figures
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import preset
-from omni.cpu.kernels import machine, measure_kernels
+from omni.cpu.products import use_fast
 from omni.engine.stats import LENGTH, measure_steps
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Timings
@@ -35,7 +35,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
 from omni.tasks import TASKS
 from omni.utils.charts import print_table
-from omni.utils.hardware import find_device, synchronize
+from omni.utils.hardware import find_device, machine, synchronize
 from omni.utils.profiling import GIB, load, seconds_of, timed
 
 TASK = TASKS["A1A2"]
@@ -93,8 +93,7 @@ def _tables(
     """Tables of a preset with random weights, or of the options' model folder, whose answers end by themselves."""
     lm = _loaded(options, device, name)
     with cpu_threads(options.threads, lm.model) as threads:
-        if options.kernels == "measured":
-            measure_kernels(lm.model)
+        use_fast(lm.model, options.kernels == "fast" and device.type == "cpu")
         compiled, assist = name is not None and device.type == "cuda", name not in (None, "nano")
         title = find_model(options.model or "") if name is None else f"{name}, random weights"
         around = "compiled, CUDA graph" if compiled else f"{threads} thread{'s' * (threads > 1)}"

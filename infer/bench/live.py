@@ -24,24 +24,23 @@ from torch import Tensor
 
 from infer.bench.people import LiveLoad, PlayedAudio, Workload
 from infer.bench.random_model import bench_dtype, random_model, with_encoder_mode
-from infer.loading import cpu_threads, is_small
+from infer.loading import is_small
 from infer.options import BenchOptions
 from omni import plugins
 from omni.checkpoint.folder import read_config, save_folder
 from omni.checkpoint.places import CODEC
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig, preset
-from omni.cpu.kernels import machine, measure_kernels
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles, powers_to
 from omni.errors import UserError
-from omni.model.int8 import to_int8
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, Turn, prompt
 from omni.text import Tokenizer
 from omni.utils.charts import BESIDE, INK, drawn, print_table, printable
+from omni.utils.hardware import machine
 from omni.utils.process import say
 from omni.utils.profiling import GIB
 
@@ -142,17 +141,13 @@ def _check_memory(config: ModelConfig, slots: int, context: int, device: torch.d
 def _started(
     options: BenchOptions, device: torch.device, name: str | None, slots: int, context: int
 ) -> Iterator[tuple[EngineProcess, str]]:
-    """The engine of a preset with random weights, whose products are measured first, or of the options' folder; and a title."""
+    """The engine of a preset with random weights, or of the options' folder; and a title."""
     with ExitStack() as stack:
         folder, dtype = options.model or "", options.dtype
         if name is not None:
             folder = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-bench-"))) / name)
-            model = random_folder(folder, preset(name), torch_dtype := bench_dtype(dtype, device))
+            random_folder(folder, preset(name), torch_dtype := bench_dtype(dtype, device))
             dtype = str(torch_dtype).removeprefix("torch.")
-            if options.kernels == "measured" and device.type == "cpu":
-                with cpu_threads(options.threads, model):
-                    measure_kernels(to_int8(model) if options.quantize else model)
-            del model
         threads = options.threads or (1 if device.type == "cpu" and is_small(folder) else torch.get_num_threads())
         own: Any = {key: getattr(options, key) for key in ("quantize", "kernels")}
         own |= {"device": str(device), "dtype": dtype, "compile": device.type == "cuda" and name is not None}

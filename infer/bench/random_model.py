@@ -15,9 +15,9 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_codec
 from omni.config import ModelConfig, preset
+from omni.cpu.int8 import to_int8
 from omni.encoder.whisper_config import EncoderMode, WhisperConfig
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8 import to_int8
 from omni.model.linears import fuse
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer

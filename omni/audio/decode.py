@@ -293,7 +293,8 @@ def _av_blocks(file: BinaryIO, name: str, promised: float | None) -> Iterator[Bl
                     held, frames = 0, []
                 before, held = shape, held + frame.samples * shape[1]
                 seconds += frame.samples / frame.sample_rate
-                frames.append(_float(frame))
+                samples = frame.to_ndarray()
+                frames.append(full_scale(samples.T if frame.format.is_planar else samples.reshape(frame.samples, -1)))
         except (av.FFmpegError, ValueError) as error:  # ValueError: samples of 64 bits
             raise _damaged(name, seconds) from error
     if frames:
@@ -302,14 +303,12 @@ def _av_blocks(file: BinaryIO, name: str, promised: float | None) -> Iterator[Bl
         raise truncated(name, seconds, promised)
 
 
-def _float(frame: Any) -> np.ndarray:
-    """Samples [S, C] float32 of a frame of FFmpeg."""
+def full_scale(samples: np.ndarray) -> np.ndarray:
+    """Samples of any type as float32, full scale being 1: integers are divided by their range, uint8 around 128."""
     import numpy as np
 
-    samples = frame.to_ndarray()
-    samples = samples.T if frame.format.is_planar else samples.reshape(frame.samples, -1)
     if samples.dtype.kind == "f":
-        return samples.astype(np.float32)
+        return np.ascontiguousarray(samples, dtype=np.float32)
     if samples.dtype == np.uint8:
         return (samples.astype(np.float32) - 128) / 128
     return samples.astype(np.float32) / -float(np.iinfo(samples.dtype).min)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omni.audio.decode import full_scale
 from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, cancelled, heard_alone, read_audio, shorten
 from omni.audio.resample import StreamResampler, resample
 from omni.errors import UserError, warn_about_sound
@@ -23,7 +24,6 @@ LOUDEST = 100.0
 """Largest sample that is accepted. Full scale is 1; samples far beyond it are usually integers (32768) given as floats by
 mistake."""
 
-_SCALES = {"int8": 1 << 7, "int16": 1 << 15, "int32": 1 << 31}
 _WAY = "give numbers as a tensor, an array or a list: [S], [1, S], [2, S] or [S, 2]"
 
 
@@ -241,13 +241,10 @@ def _channels(array: np.ndarray, name: str) -> np.ndarray:
 
 
 def _scaled(array: np.ndarray, name: str) -> np.ndarray:
-    if array.dtype.kind == "f":
-        return np.ascontiguousarray(array, dtype=np.float32)
-    if array.dtype == np.uint8:
-        return (array.astype(np.float32) - 128) / 128
+    """Samples as float32, full scale being 1; numbers of 64 bits count as 16-bit samples."""
     if array.dtype == np.int64:
         for extreme in (int(array.min()), int(array.max())):
             if abs(extreme) > 1 << 15:
                 raise UserError(f"{name} holds {extreme}, but numbers of type int64 count as 16 bits; give int32 or float")
         return array.astype(np.float32) / (1 << 15)
-    return array.astype(np.float32) / _SCALES[array.dtype.name]
+    return full_scale(array)

@@ -13,7 +13,6 @@ import math
 import os
 import shutil
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,24 +26,25 @@ from torch import Tensor
 
 from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
 from omni.checkpoint.tensors import (
-    CONFIG_LONGEST,
     DTYPES,
+    FileStamp,
     check_finite,
     check_header,
     check_inside,
+    crc32_of,
     finite,
-    load_json,
     not_finite,
     read_pieces,
     save_tensors,
+    write_file,
 )
 from omni.codec.base import AudioCodec
 from omni.codec.registry import load_if_given
 from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
 from omni.convert.lazy import FLOATS, Lazy, lazies_of, type_name
+from omni.cpu.int8 import MOST, check_linears, empty_int8, largest_of, whole_numbers
 from omni.errors import PackageError, UserError
-from omni.files import refuse_pointer, replacing_folder
-from omni.model.int8 import MOST, check_linears, empty_int8, largest_of, whole_numbers
+from omni.files import AGAIN, read_json, refuse_pointer, replacing_folder
 from omni.model.linears import TEXT_HEAD, crc_of, name_crc
 from omni.model.speech_model import SpeechModel, Unfilled, check_state
 from omni.stores.reading import local_path, naming
@@ -52,6 +52,9 @@ from omni.text import Tokenizer
 from omni.utils.hardware import QUANTIZED
 
 LOG = logging.getLogger(__name__)
+
+LONGEST = 16_000_000
+"""Most bytes of a `config.json`."""
 
 QUANTIZED_FORMAT = 2
 """Format of folders whose weights are held in fewer bits; readers that know of format 1 alone refuse them."""
@@ -101,13 +104,15 @@ def save_folder(
         tokenizer.save(staging / TOKENIZER)
         if codec_folder is not None:
             shutil.copytree(codec_folder, staging / CODEC)
-        files = {
-            str(p.relative_to(staging)): {"bytes": p.stat().st_size, "crc32": _crc32(p)}
-            for p in sorted(staging.rglob("*"))
-            if p.is_file()
-        }
-        data = {"format": FORMAT_VERSION, "model": to_dict(config), "files": files, "extra": dict(extra or {})}
-        (staging / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        files = {p.relative_to(staging).as_posix(): FileStamp.of(p) for p in staging.rglob("*") if p.is_file()}
+        write_config(staging, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, extra or {})
+
+
+def write_config(folder: Path, head: Mapping[str, Any], files: Mapping[str, FileStamp], extra: Mapping[str, Any]) -> None:
+    """Write a model folder's `config.json`: `head`, the list of its other files, and plain data."""
+    listed = {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())}
+    data = {**head, "files": listed, "extra": dict(extra)}
+    write_file(folder / CONFIG, (json.dumps(data, indent=2) + "\n").encode())
 
 
 def check_full_precision(folder: str | os.PathLike[str], work: str) -> None:
@@ -143,7 +148,7 @@ def load_folder(
     Args:
         folder: its path, or its address, from which it is brought into the cache (`omni.stores`).
         dtype: type that the weights are converted to while they are read; what is held in int8 stays so.
-        quantize: `int8` for linears and tables in int8 (`omni.model.int8`), made of the stored weights while they are
+        quantize: `int8` for linears and tables in int8 (`omni.cpu.int8`), made of the stored weights while they are
             read, a piece at a time; a folder in int8 is so anyway.
         codec_folder: the codec's weights, where they are not in the folder.
         weights: False leaves the file of weights unread, and the model's parameters on the meta device.
@@ -252,7 +257,7 @@ def _load_model(config: ModelConfig, file: Path, quantized: Mapping[str, Any] | 
             return model_in_int8(config, {name: tensor() for name, tensor in tensors.items()}, checksums(), str(file))
         state = load_file(file)
     except (OSError, SafetensorError, struct.error) as error:
-        raise UserError(f"weights {file} cannot be read ({error}); fetch or save the folder again") from error
+        raise UserError(f"weights {file} cannot be read ({error}); {AGAIN}") from error
     if quantized is not None:
         return model_in_int8(config, state, stored_checksums(quantized, file.parent / CONFIG), str(file))
     return SpeechModel.from_state(config, state, where=str(file))
@@ -261,15 +266,11 @@ def _load_model(config: ModelConfig, file: Path, quantized: Mapping[str, Any] | 
 def _read(path: Path) -> dict[str, Any]:
     check_folder(path)
     file = path / CONFIG
-    try:
-        data = load_json(file, CONFIG_LONGEST)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({error}); fetch or save the folder again") from error
-    if not isinstance(data, dict) or "model" not in data or data.get("format") not in (FORMAT_VERSION, QUANTIZED_FORMAT):
-        version = data.get("format") if isinstance(data, dict) else None
+    data = read_json(file, longest=LONGEST)
+    if "model" not in data or data.get("format") not in (FORMAT_VERSION, QUANTIZED_FORMAT):
         raise UserError(
-            f"{file}: format {version!r} is unknown; this version reads format {FORMAT_VERSION} and, for weights in fewer "
-            f"bits, {QUANTIZED_FORMAT}"
+            f"{file}: format {data.get('format')!r} is unknown; this version reads format {FORMAT_VERSION} and, for weights in "
+            f"fewer bits, {QUANTIZED_FORMAT}"
         )
     return data
 
@@ -293,7 +294,7 @@ def stored_checksums(data: Mapping[str, Any], file: Path) -> dict[str, int]:
     """The checksums of the linears' weights in full precision that the configuration at `file` of a folder in int8 holds."""
     checksums = data["quantized"].get("checksums", {})
     if not isinstance(checksums, dict) or not all(isinstance(value, int) for value in checksums.values()):
-        raise UserError(f"{file}: quantized: checksums must be whole numbers by name; fetch or save the folder again")
+        raise UserError(f"{file}: quantized: checksums must be whole numbers by name; {AGAIN}")
     return checksums
 
 
@@ -301,7 +302,7 @@ def stored_extra(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """The plain data (`extra`) of the configuration at `file`."""
     extra = data.get("extra", {})
     if not isinstance(extra, dict):
-        raise UserError(f"{file}: extra is {extra!r}; it must be an object; fetch or save the folder again")
+        raise UserError(f"{file}: extra is {extra!r}; it must be an object; {AGAIN}")
     return extra
 
 
@@ -310,7 +311,7 @@ def listed_files(data: Mapping[str, Any], file: Path) -> dict[str, tuple[int, in
     outside of its folder (UserError)."""
     listed = data.get("files", {})
     if not isinstance(listed, dict):
-        raise UserError(f"{file}: files is {listed!r}; it must list the folder's files; fetch or save the folder again")
+        raise UserError(f"{file}: files is {listed!r}; it must list the folder's files; {AGAIN}")
     out: dict[str, tuple[int, int]] = {}
     for name, entry in listed.items():
         check_inside(file.parent, name, file)
@@ -319,12 +320,11 @@ def listed_files(data: Mapping[str, Any], file: Path) -> dict[str, tuple[int, in
                 out[name] = size, checksum
             case _:
                 raise UserError(
-                    f"{file}: files: {name} is {entry!r}; it must hold the file's bytes and crc32, two whole numbers; "
-                    "fetch or save the folder again"
+                    f"{file}: files: {name} is {entry!r}; it must hold the file's bytes and crc32, two whole numbers; {AGAIN}"
                 )
     for name in (WEIGHTS, TOKENIZER):
         if name not in out:
-            raise UserError(f"{file}: files does not list {name}, whose checksum it must hold; fetch or save the folder again")
+            raise UserError(f"{file}: files does not list {name}, whose checksum it must hold; {AGAIN}")
     return out
 
 
@@ -364,27 +364,19 @@ def listed_names(folder: str | os.PathLike[str]) -> list[str]:
 
 def _check_sum(file: Path, wanted: int) -> None:
     """Refuse a file whose CRC-32 is another."""
-    if _crc32(file) != wanted:
-        raise UserError(f"{file} does not match its checksum in {CONFIG}; fetch or save the folder again")
+    if crc32_of(file) != wanted:
+        raise UserError(f"{file} does not match its checksum in {CONFIG}; {AGAIN}")
 
 
 def _check_size(file: Path, wanted: int) -> None:
     """Refuse a file that is missing, or has another size."""
     if not file.is_file():
-        raise UserError(f"{file} is missing; fetch or save the folder again")
+        raise UserError(f"{file} is missing; {AGAIN}")
     size = file.stat().st_size
     if size != wanted:
         refuse_pointer(file)
         problem = "truncated" if size < wanted else "longer than it was"
-        raise UserError(f"{file} is {problem}: {size} bytes of {wanted}; fetch or save the folder again")
-
-
-def _crc32(file: Path) -> int:
-    value = 0
-    with file.open("rb") as handle:
-        while block := handle.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
+        raise UserError(f"{file} is {problem}: {size} bytes of {wanted}; {AGAIN}")
 
 
 PIECE = 2 << 20
@@ -453,7 +445,7 @@ def int8_tensors(
 
     Raises:
         UserError: a tensor is missing, of another shape, not part of the configuration or no floating-point weight, or a
-            module cannot be replaced (`omni.model.int8.check_linears`).
+            module cannot be replaced (`omni.cpu.int8.check_linears`).
     """
     model = _skeleton(config)
     check_state(state, model.state_dict(), where)  # type: ignore[arg-type]

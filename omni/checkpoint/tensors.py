@@ -12,11 +12,11 @@ The format: https://github.com/huggingface/safetensors#format (8 bytes of header
 from __future__ import annotations
 
 import json
-import os
 import pickle
+import shutil
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,47 +28,12 @@ from torch import Tensor, nn
 
 from omni.checkpoint.places import is_pickle
 from omni.config import ModelConfig
-from omni.convert.lazy import Lazy, WriteCallback
+from omni.convert.lazy import Lazy, Progress, WriteCallback
 from omni.errors import UserError
-from omni.files import LargeFile, refuse_pointer
-
-DEEPEST = 100
-"""Most levels of nested JSON."""
+from omni.files import AGAIN, LargeFile, read_json, refuse_pointer
 
 LONGEST = 100_000_000
-"""Most bytes of a JSON file, and of a safetensors header (the reference implementation's limit)."""
-
-CONFIG_LONGEST = 16_000_000
-"""Most bytes of a `config.json` of ours."""
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-AGAIN = "fetch or save the folder again"
-
-
-def load_json(path: Path, longest: int = LONGEST) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        ValueError: it is no JSON, longer than `longest` bytes, or nested more than `DEEPEST` deep.
-        OSError: it cannot be read.
-    """
-    refuse_pointer(path)
-    size = path.stat().st_size
-    if size > longest:
-        raise ValueError(f"it has {size} bytes, and at most {longest} are read")
-    deep = ValueError(f"it is nested more than {DEEPEST} deep")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise deep from None
-    level = [data]
-    for _ in range(DEEPEST + 1):
-        inner = (value.values() if isinstance(value, dict) else value for value in level if isinstance(value, (dict, list)))
-        level = [value for values in inner for value in values]
-        if not level:
-            return data
-    raise deep
+"""Most bytes of a safetensors header (the reference implementation's limit)."""
 
 
 def check_header(config: ModelConfig, path: Path) -> None:
@@ -164,7 +129,7 @@ def check_inside(folder: Path, name: str, where: Path) -> None:
 
 def finite(piece: Tensor) -> bool:
     """Whether all values of a tensor are finite; makes no copy of it, and takes a quarter to a half of its checksum's time."""
-    if piece.dtype not in FLOATS or not piece.numel():
+    if not piece.is_floating_point() or piece.dtype.itemsize == 1 or not piece.numel():
         return True
     return all(bool(end.isfinite()) for end in torch.aminmax(piece))
 
@@ -260,7 +225,7 @@ def _piece(file: Any, offset: int, tensor: Lazy, start: int, stop: int) -> Tenso
     while len(view):
         count = file.readinto(view)
         if not count:
-            raise UserError(f"{file.name} was cut while it was read; fetch or save the folder again")
+            raise UserError(f"{file.name} was cut while it was read; {AGAIN}")
         view = view[count:]
     return out
 
@@ -337,25 +302,12 @@ def _read_shards(index: Path) -> dict[str, Lazy]:
     return out
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; UserError where the file is none."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing; fetch the folder again")
-    try:
-        data = load_json(path)
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} is not JSON ({error}); fetch it again") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{path} holds no JSON object; fetch it again")
-    return data
-
-
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class FileStamp:
-    """Size and CRC-32 of a file, taken while it was written.
+    """Size and CRC-32 of a file.
 
     Attributes:
         nonfinite: the names of its tensors that hold NaN or infinity.
@@ -365,51 +317,39 @@ class FileStamp:
     crc32: int
     nonfinite: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, path: Path) -> FileStamp:
+        """The stamp of a file that is there."""
+        return cls(path.stat().st_size, crc32_of(path))
+
 
 def write_safetensors(
     path: Path, tensors: Mapping[str, Lazy], on_progress: WriteCallback | None = None, notes: Mapping[str, str] | None = None
 ) -> FileStamp:
-    """Write a file of tensors, never holding more than a piece of one; it is on the disk when this returns.
+    """Write a file of tensors, never holding more than a piece of one.
 
     Args:
         on_progress: called with the bytes written so far and the total.
         notes: stored in the file's metadata.
 
     Raises:
-        OSError: from the file system; see `omni.files.replacing_folder`.
+        OSError: from the file system; see `omni.files.replacing_folder`, which syncs what is written.
     """
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        offsets = [end, end + tensor.nbytes]
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        end += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    done = crc = 0
-    nonfinite: dict[str, None] = {}
-    with path.open("wb", buffering=0) as handle:
-
-        def put(data: Any) -> None:
-            nonlocal crc
-            view = memoryview(data)
-            crc = zlib.crc32(view, crc)
-            while len(view):
-                view = view[handle.write(view) :]
-
-        put(struct.pack("<Q", len(text)) + text)
-        for name in order:
+    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
+    head, _, size = file_layout(tensors, {"format": "pt", **(notes or {})}, names)
+    progress = Progress(sum(tensor.nbytes for tensor in tensors.values()), on_progress)
+    crc, nonfinite = zlib.crc32(head), dict[str, None]()
+    with path.open("wb") as file:
+        file.write(head)
+        for name in names:
             for piece in pieces(tensors[name]):
                 if not finite(piece):
                     nonfinite[name] = None
-                put(piece.contiguous().view(-1).view(torch.uint8).numpy())
-                done += piece.nbytes
-                if on_progress is not None:
-                    on_progress(done, end)
-        os.fsync(handle.fileno())
-    return FileStamp(8 + len(text) + end, crc, tuple(nonfinite))
+                data: Any = piece.contiguous().view(-1).view(torch.uint8).numpy()
+                file.write(data)
+                crc = zlib.crc32(data, crc)
+                progress.add(piece.nbytes)
+    return FileStamp(size, crc, tuple(nonfinite))
 
 
 ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
@@ -417,13 +357,19 @@ ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2",
 
 
 def file_layout(
-    tensors: Mapping[str, Tensor | Lazy], notes: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor | Lazy], notes: Mapping[str, str] | None = None, names: Sequence[str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The first bytes of a safetensors file of these tensors, the offset of each tensor in it, in their order, and its size."""
+    """The first bytes of a safetensors file of these tensors, the offset of each tensor in it, in their order, and its size.
+
+    Args:
+        names: of the tensors in the order of the file; by default that of `safetensors.torch.save_file`.
+    """
+    if names is None:
+        names = sorted(tensors, key=lambda name: (ORDER.index(CODES[tensors[name].dtype]), name))
     offsets: dict[str, int] = {}
     entries: dict[str, Any] = {} if notes is None else {"__metadata__": dict(sorted(notes.items()))}
     end = 0
-    for name in sorted(tensors, key=lambda name: (ORDER.index(CODES[tensors[name].dtype]), name)):
+    for name in names:
         tensor = tensors[name]
         offsets[name], size = end, tensor.nbytes
         data_offsets = [end, end + size]
@@ -476,21 +422,23 @@ def pieces(tensor: Lazy) -> Iterator[Tensor]:
 
 
 def write_file(path: Path, data: bytes) -> FileStamp:
-    """Write a small file and sync it to the disk."""
-    with path.open("wb") as handle:
-        handle.write(data)
-        handle.flush()
-        os.fsync(handle.fileno())
+    """Write a small file."""
+    path.write_bytes(data)
     return FileStamp(len(data), zlib.crc32(data))
 
 
 def copy_file(source: Path, target: Path) -> FileStamp:
-    """Copy a file and sync it to the disk."""
-    crc = size = 0
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while block := reader.read(PIECE):
-            crc, size = zlib.crc32(block, crc), size + len(block)
-            writer.write(block)
-        writer.flush()
-        os.fsync(writer.fileno())
-    return FileStamp(size, crc)
+    """Copy a file into a folder, which is made where it is missing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    return FileStamp.of(target)
+
+
+def crc32_of(path: Path, on_read: Callable[[int], object] = lambda count: None) -> int:
+    """CRC-32 of a file; `on_read` is called with the number of bytes of each piece."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(PIECE):
+            value = zlib.crc32(block, value)
+            on_read(len(block))
+    return value

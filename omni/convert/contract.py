@@ -28,6 +28,7 @@ as transformers writes them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -36,8 +37,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from omni.checkpoint.places import CONFIG
+from omni.checkpoint.places import CONFIG, TOKENIZER
+from omni.checkpoint.tensors import FileStamp, write_file
 from omni.config import DecoderConfig, ModelConfig
 from omni.convert import kinds
 from omni.convert.lazy import FLOATS, Lazy, type_name
@@ -45,6 +48,7 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.model.decoder import Decoder
+from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
 
@@ -184,17 +188,48 @@ def check_tokenizer(tokenizer: Tokenizer, size: int, where: str | Path) -> None:
         )
 
 
+def renamed(name: str, table: Sequence[tuple[str, str]], back: bool = False) -> str:
+    """The other project's name of one of our tensors, by a table of parts of names, ours and theirs; with `back`, ours of
+    theirs."""
+    for ours, theirs in table:
+        name = name.replace(theirs, ours) if back else name.replace(ours, theirs)
+    return name
+
+
+def shapes_of(make: Callable[[], nn.Module], prefix: str = "") -> dict[str, tuple[int, ...]]:
+    """Names, after a prefix, and shapes of a module's tensors; the module is made without memory."""
+    with torch.device("meta"):
+        return {f"{prefix}{name}": tuple(tensor.shape) for name, tensor in make().state_dict().items()}
+
+
 @lru_cache(4)
 def text_shapes(text: TextConfig) -> Mapping[str, tuple[int, ...]]:
     """Our names and shapes of a language model's tensors (see `TextConfig`)."""
-    with torch.device("meta"):
-        state = Decoder(text.decoder, Layout.build([1], text.size)).state_dict()
-    tables = ("text_embedding.weight", "text_head.weight")
-    return {
-        f"decoder.{name}": (text.size, *tensor.shape[1:]) if name in tables else tuple(tensor.shape)
-        for name, tensor in state.items()
-        if not name.startswith(("audio_", "post_"))
-    }
+    shapes = shapes_of(lambda: Decoder(text.decoder, Layout.build([1], text.size)))
+    for table in {"text_embedding.weight", "text_head.weight"} & shapes.keys():
+        shapes[table] = (text.size, *shapes[table][1:])
+    return {f"decoder.{name}": shape for name, shape in shapes.items() if not name.startswith(("audio_", "post_"))}
+
+
+@lru_cache(4)
+def model_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of a whole model's tensors."""
+    return shapes_of(lambda: SpeechModel(config))
+
+
+def whole_model(source: Foreign, form: str) -> tuple[ModelConfig, Tokenizer]:
+    """Configuration and tokenizer of a whole model; UserError where it is none, and cannot be written as `form`."""
+    if not isinstance(source.config, ModelConfig) or source.tokenizer is None:
+        raise UserError(f"{source.path} is no whole speech model with a tokenizer; it cannot be written as {form}")
+    return source.config, source.tokenizer
+
+
+def write_texts(folder: Path, tokenizer: Tokenizer, files: Mapping[str, Any]) -> dict[str, FileStamp]:
+    """Write a tokenizer, and JSON files by name, into an existing folder."""
+    stamps = {TOKENIZER: write_file(folder / TOKENIZER, tokenizer.inner.to_str(pretty=True).encode())}
+    for name, data in files.items():
+        stamps[name] = write_file(folder / name, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
+    return stamps
 
 
 WORDS, GENERATION = "tokenizer_config.json", "generation_config.json"

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from omni.checkpoint.tensors import FileStamp, read_json
+from omni.checkpoint.tensors import FileStamp
 from omni.convert import huggingface, mini_omni, parts
 from omni.convert import omni_folder as streamed
 from omni.convert.contract import Foreign
 from omni.convert.kinds import KINDS
 from omni.convert.lazy import WriteCallback
 from omni.errors import UserError
-from omni.utils.remote import refuse_remote
+from omni.files import read_json
+from omni.utils.remote import check_there
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,10 @@ class Format:
     """One checkpoint format; see `contract.py` for the three functions.
 
     Attributes:
-        label: describes it, in help and messages.
         write: writes a whole model of ours in this format, where that is possible.
         loses: parts of a whole model that this format does not hold.
     """
 
-    label: str
     recognise: Callable[[Path], bool]
     read: Callable[[Path], Foreign]
     write: Callable[[Foreign, Path, WriteCallback | None], dict[str, FileStamp]] | None = None
@@ -35,19 +34,17 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {
-    "omni": Format(KINDS["omni"], streamed.recognise, streamed.read, streamed.write),
+    "omni": Format(streamed.recognise, streamed.read, streamed.write),
     "mini-omni": Format(
-        KINDS["mini-omni"],
         mini_omni.recognise,
         mini_omni.read,
         mini_omni.write,
         "the codec's weights and what its config.json says",
     ),
-    "whisper": Format(KINDS["whisper"], parts.recognise_whisper, parts.read_whisper),
-    "snac": Format(KINDS["snac"], parts.recognise_snac, partial(parts.read_codec, "snac")),
-    "mimi": Format(KINDS["mimi"], parts.recognise_mimi, partial(parts.read_codec, "mimi")),
+    "whisper": Format(parts.recognise_whisper, parts.read_whisper),
+    "snac": Format(parts.recognise_snac, partial(parts.read_codec, "snac")),
+    "mimi": Format(parts.recognise_mimi, partial(parts.read_codec, "mimi")),
     "hf": Format(
-        KINDS["hf"],
         huggingface.recognise,
         huggingface.read,
         huggingface.write,
@@ -59,22 +56,16 @@ FORMATS: dict[str, Format] = {
 
 def kind_of(path: Path) -> str:
     """The format of a file or folder; UserError where there is none, or none is recognised."""
-    _check_there(path)
+    check_there(path, "model", f"{path} does not exist; give a model's file or folder")
     for name, known in FORMATS.items():
         if known.recognise(path):
             return name
     refuse_file(path)
-    kinds = "; ".join(f"{name}: {known.label}" for name, known in FORMATS.items())
+    kinds = "; ".join(f"{name}: {label}" for name, label in KINDS.items())
     config = path / "config.json"
     if config.is_file() and "model_type" not in read_json(config):
         raise UserError(f"{config} has no model_type, by which a model is known; fetch it again, or add it")
     raise UserError(f"{path} is not recognised; name what it is with --kind ({kinds})")
-
-
-def _check_there(path: Path) -> None:
-    refuse_remote(path, "model")
-    if not path.exists():
-        raise UserError(f"{path} does not exist; give a model's file or folder")
 
 
 def refuse_file(path: Path, format_name: str | None = None) -> None:

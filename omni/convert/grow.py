@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from whisper.model import sinusoids
 
 from omni.config import ModelConfig, ProjectorConfig
-from omni.convert.contract import Foreign, TextConfig
+from omni.convert.contract import Foreign, TextConfig, shapes_of
 from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, cast, joined
 from omni.encoder.whisper import WhisperEncoder
@@ -182,9 +182,7 @@ def fresh(
     Linear layers and convolutions start as PyTorch's do (uniform within 1 / sqrt(fan in)), norms at one and zero, Whisper's
     positions at its sinusoids.
     """
-    with torch.device("meta"):
-        module = module_type(*arguments)
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    shapes = shapes_of(lambda: module_type(*arguments))
     out: dict[str, Lazy] = {}
     for name, shape in shapes.items():
         weight = shapes.get(name.rpartition(".")[0] + ".weight", shape)

@@ -7,7 +7,6 @@ layout of weights, so tensors are renamed and never permuted.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +18,24 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.tensors import FileStamp, read_json, read_weights, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, read_weights, write_safetensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
-from omni.convert.contract import COMPANIONS, Foreign, TextConfig, kept_files, match, read_tokenizer, text_shapes, whole_number
+from omni.convert.contract import (
+    COMPANIONS,
+    Foreign,
+    TextConfig,
+    kept_files,
+    match,
+    read_tokenizer,
+    renamed,
+    text_shapes,
+    whole_model,
+    whole_number,
+    write_texts,
+)
 from omni.convert.lazy import Lazy, WriteCallback, same
 from omni.errors import UserError, closest
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 
 
 @dataclass(frozen=True)
@@ -223,18 +234,11 @@ _RENAMED = (
 )
 
 
-def their_name(ours: str) -> str:
-    """The name of one of our tensors in their files."""
-    for a, b in _RENAMED:
-        ours = ours.replace(a, b)
-    return ours
+their_name = partial(renamed, table=_RENAMED)
+"""The name of one of our tensors in their files."""
 
-
-def our_name(theirs: str) -> str:
-    """Our name of one of their tensors: the inverse of `their_name`."""
-    for a, b in _RENAMED:
-        theirs = theirs.replace(b, a)
-    return theirs
+our_name = partial(renamed, table=_RENAMED, back=True)
+"""Our name of one of their tensors."""
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -247,9 +251,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     the audio streams' pad ids to a column of text, and the mean over streams, are folded into the embedding (which is then
     untied from the head): logits of text are those of the whole model while it is silent. UserError: no family has this
     decoder, or the place cannot be written."""
-    config = source.config
-    if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.path} is no whole speech model; only the text part of one can be written here")
+    config, tokenizer = whole_model(source, "its text part")
     size = config.layout.text.size
     tensors = {name: source.tensors[name] for name in text_shapes(TextConfig(config.decoder, size))}
     head = tensors.get(HEAD, tensors[EMBEDDING]).rows(0, size)
@@ -265,9 +267,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
     with replacing_folder(target, sum(t.nbytes for t in weights.values())) as folder:
         files = {WEIGHTS: write_safetensors(folder / WEIGHTS, weights, on_progress)}
-        files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
-        for name, data in {CONFIG: settings, **{n: kept[n] for n in COMPANIONS if n in kept}}.items():
-            files[name] = write_file(folder / name, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
+        files |= write_texts(folder, tokenizer, {CONFIG: settings, **{name: kept[name] for name in COMPANIONS if name in kept}})
     return files
 
 

@@ -17,7 +17,6 @@ Sources: gpt-omni/mini-omni @ 26c31d5, `inference.py` (`load_model`), `litgpt/mo
 from __future__ import annotations
 
 import io
-import json
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,9 +28,22 @@ import torch
 import yaml
 
 from omni.checkpoint.places import TOKENIZER
-from omni.checkpoint.tensors import FileStamp, finite, read_json, read_torch, state_of, write_file
+from omni.checkpoint.tensors import FileStamp, finite, read_torch, state_of, write_file
 from omni.config import ModelConfig
-from omni.convert.contract import COMPANIONS, WORDS, Foreign, check_tokenizer, kept_files, match, one_dtype, read_tokenizer
+from omni.convert.contract import (
+    COMPANIONS,
+    WORDS,
+    Foreign,
+    check_tokenizer,
+    kept_files,
+    match,
+    model_shapes,
+    one_dtype,
+    read_tokenizer,
+    renamed,
+    whole_model,
+    write_texts,
+)
 from omni.convert.grow import AUDIO_EMBEDDING, AUDIO_HEAD, fresh
 from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, Progress, WriteCallback, cast, joined, same
@@ -40,8 +52,7 @@ from omni.convert.parts import encoder_shapes, read_whisper
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from omni.files import replacing_folder
-from omni.model.speech_model import SpeechModel
+from omni.files import read_json, replacing_folder
 
 WEIGHTS, SETTINGS, WHISPER = "lit_model.pth", "model_config.yaml", "small.pt"
 
@@ -131,11 +142,9 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     fetches Whisper small itself, so an encoder that was trained further must be handed to it. An alignment head, which only
     training uses, is left out. Returns size and CRC-32 of each file. UserError: the model has a part that mini-omni lacks,
     its types are mixed, or the place cannot be written."""
-    config = source.config
-    if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.path} is no whole speech model with a tokenizer; only one can be written as a mini-omni")
+    config, tokenizer = whole_model(source, "a mini-omni")
     check_fits(config, source.path)
-    check_tokenizer(source.tokenizer, config.layout.text.size, source.path)
+    check_tokenizer(tokenizer, config.layout.text.size, source.path)
     one_dtype(source)
     shapes = our_shapes(config)
     tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.path, lambda name: name not in shapes)
@@ -152,10 +161,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
         dims = _dims(config.encoder)
         files[WHISPER] = _save(folder / WHISPER, whisper, lambda s: {"dims": dims, "model_state_dict": s}, progress)
         files[SETTINGS] = write_file(folder / SETTINGS, yaml.safe_dump(settings).encode())
-        files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
-        for name in COMPANIONS:
-            if name in kept:
-                files[name] = write_file(folder / name, (json.dumps(kept[name], indent=2, ensure_ascii=False) + "\n").encode())
+        files |= write_texts(folder, tokenizer, {name: kept[name] for name in COMPANIONS if name in kept})
     return files
 
 
@@ -228,7 +234,8 @@ Piece = tuple[str | None, int]
 
 
 def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
-    """The pieces of ours that make each tensor of theirs, from the first row to the last."""
+    """The pieces of ours that make each tensor of theirs, from the first row to the last. A joined tensor has the name that the
+    table gives its first part."""
     shapes = our_shapes(config)
     decoder = config.decoder
     size, group = decoder.head_size, decoder.heads // decoder.kv_heads
@@ -238,9 +245,9 @@ def pieces(config: ModelConfig) -> dict[str, list[Piece]]:
             continue
         if ".attention.q." in name:
             key, value = name.replace(".q.", ".k."), name.replace(".q.", ".v.")
-            out[_their_name(name)] = [(name, group * size), (key, size), (value, size)] * decoder.kv_heads
+            out[renamed(name, _RENAMED)] = [(name, group * size), (key, size), (value, size)] * decoder.kv_heads
         else:
-            out[_their_name(name)] = [(name, shape[0])]
+            out[renamed(name, _RENAMED)] = [(name, shape[0])]
     text, audio = shapes[EMBEDDING][0], shapes[AUDIO_EMBEDDING][0]
     out[THEIR_EMBEDDING] = [(EMBEDDING, text), (AUDIO_EMBEDDING, audio)]
     head = EMBEDDING if decoder.tie_text else HEAD
@@ -292,9 +299,7 @@ def join(tensors: Mapping[str, Lazy], config: ModelConfig) -> dict[str, Lazy]:
 
 def our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the part of our model that their file holds: decoder and projector."""
-    with torch.device("meta"):
-        state = SpeechModel(config).state_dict()
-    return {name: tuple(t.shape) for name, t in state.items() if name.startswith(("decoder.", "projector."))}
+    return {name: shape for name, shape in model_shapes(config).items() if name.startswith(("decoder.", "projector."))}
 
 
 _RENAMED = (
@@ -311,10 +316,3 @@ _RENAMED = (
     (".up.", ".fc_2."),
     (".down.", ".proj."),
 )
-
-
-def _their_name(ours: str) -> str:
-    """The name in their file of a tensor that is not joined with others, or is the first part of the joined one."""
-    for a, b in _RENAMED:
-        ours = ours.replace(a, b)
-    return ours

@@ -3,13 +3,9 @@ weights, also in int8 (`omni.checkpoint.folder`), a piece at a time."""
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,27 +19,25 @@ from omni.checkpoint.folder import (
     read_config,
     stored_extra,
     stored_form,
+    write_config,
 )
 from omni.checkpoint.places import ADAPTERS, CODEC, CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import (
-    PIECE,
     FileStamp,
     check_header,
     copy_file,
+    crc32_of,
     not_finite,
-    read_json,
     read_pieces,
     read_safetensors,
-    write_file,
     write_safetensors,
 )
-from omni.config import FORMAT_VERSION, ModelConfig, to_dict
-from omni.convert.contract import Foreign, check_tokenizer, match
+from omni.config import FORMAT_VERSION, to_dict
+from omni.convert.contract import Foreign, check_tokenizer, match, model_shapes, whole_model, write_texts
 from omni.convert.lazy import Lazy, Progress, WriteCallback
 from omni.convert.parts import check_codec, fill_codec
 from omni.errors import UserError
-from omni.files import replacing_folder
-from omni.model.speech_model import SpeechModel
+from omni.files import read_json, replacing_folder
 from omni.text import Tokenizer
 
 
@@ -83,16 +77,14 @@ def write(
         source: `config` is a `ModelConfig`, and there is a tokenizer.
         codec: the codec's weights, written under `codec/`; without it, those of `source.codec_folder` are copied.
     """
-    config = source.config
-    if not isinstance(config, ModelConfig) or source.tokenizer is None:
-        raise UserError(f"{source.path} is no whole speech model with a tokenizer; it cannot be written as a model folder")
+    config, tokenizer = whole_model(source, "a model folder")
     shapes = model_shapes(config)
     tensors = match(source.tensors, {name: name for name in shapes}, shapes, source.path)
-    check_tokenizer(source.tokenizer, config.layout.text.size, source.path)
+    check_tokenizer(tokenizer, config.layout.text.size, source.path)
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, source.nbytes + (codec.nbytes if codec is not None else 0)) as folder:
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors, on_progress)
-        files[TOKENIZER] = write_file(folder / TOKENIZER, source.tokenizer.inner.to_str(pretty=True).encode())
+        files |= write_texts(folder, tokenizer, {})
         if codec is not None:
             (folder / CODEC).mkdir()
             files |= {f"{CODEC}/{name}": stamp for name, stamp in fill_codec(folder / CODEC, codec).items()}
@@ -105,24 +97,9 @@ def write(
         elif source.codec_folder is not None:
             for path in sorted(p for p in source.codec_folder.rglob("*") if p.is_file()):
                 name = f"{CODEC}/{path.relative_to(source.codec_folder).as_posix()}"
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 files[name] = copy_file(path, folder / name)
-        _write_config(folder, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, source.extra)
+        write_config(folder, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, source.extra)
     return files
-
-
-def _write_config(folder: Path, head: Mapping[str, Any], files: Mapping[str, FileStamp], extra: Mapping[str, Any]) -> None:
-    listed = {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())}
-    data = {**head, "files": listed, "extra": dict(extra)}
-    write_file(folder / CONFIG, (json.dumps(data, indent=2) + "\n").encode())
-
-
-@lru_cache(4)
-def model_shapes(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of a whole model's tensors."""
-    with torch.device("meta"):
-        state = SpeechModel(config).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
@@ -151,23 +128,20 @@ def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | Non
     adapters = [path for path in sorted((source / ADAPTERS).rglob("*")) if path.is_file()]  # of no checksum in `config.json`
     files: dict[str, FileStamp] = {}
     with replacing_folder(target, sum(t.nbytes for t in tensors.values()) + sum(p.stat().st_size for p in others)) as folder:
-        if progress.crc_of(source / WEIGHTS) != listed[WEIGHTS][1]:
+        if crc32_of(source / WEIGHTS, progress.add) != listed[WEIGHTS][1]:
             raise UserError(f"{source / WEIGHTS} does not match its checksum in {CONFIG}; fetch or save the folder again")
         files[WEIGHTS] = write_safetensors(folder / WEIGHTS, tensors)
         for name in files[WEIGHTS].nonfinite:  # one that is not held in int8
             raise not_finite(name, source / WEIGHTS)
         for path in others:
             name = path.relative_to(source).as_posix()
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             files[name] = copy_file(path, folder / name)
             if name in listed and files[name].crc32 != listed[name][1]:
                 raise UserError(f"{path} does not match its checksum in {CONFIG}; fetch or save the folder again")
         for path in adapters:
-            copy = folder / path.relative_to(source)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(path, copy)
+            copy_file(path, folder / path.relative_to(source))
         head = {"format": QUANTIZED_FORMAT, "quantized": {"form": "int8", "checksums": checksums()}, "model": to_dict(config)}
-        _write_config(folder, head, files, extra)
+        write_config(folder, head, files, extra)
     return files
 
 
@@ -182,11 +156,3 @@ class _Reading(Progress):
         rows = tensor.read(start, stop)
         self.add(rows.nbytes)
         return rows
-
-    def crc_of(self, file: Path) -> int:
-        value = 0
-        with file.open("rb") as handle:
-            while block := handle.read(PIECE):
-                value = zlib.crc32(block, value)
-                self.add(len(block))
-        return value

@@ -16,20 +16,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP
 from omni.checkpoint.places import CONFIG, WEIGHTS
-from omni.checkpoint.tensors import FileStamp, read_json, read_torch, read_weights, state_of, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, read_torch, read_weights, state_of, write_file, write_safetensors
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_codec
-from omni.convert.contract import CodecConfig, Foreign, check_float, match, whole_number
+from omni.convert.contract import CodecConfig, Foreign, check_float, match, renamed, shapes_of, whole_number
 from omni.convert.lazy import WriteCallback
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 
 
 def recognise_whisper(path: Path) -> bool:
@@ -74,7 +72,7 @@ def _read_huggingface(path: Path) -> Foreign:
     weights = read_weights(path)
     prefix = "model." if any(name.startswith("model.") for name in weights) else ""
     shapes = encoder_shapes(config)
-    names = {ours: prefix + their_name(ours) for ours in shapes}
+    names = {ours: prefix + renamed(ours, _RENAMED) for ours in shapes}
     others = (f"{prefix}decoder.", "proj_out.")
     tensors = match(weights, names, shapes, path, ignore=lambda name: name.startswith(others))
     return Foreign("whisper", path, config, tensors, names=names)
@@ -102,18 +100,9 @@ _RENAMED = (
 )
 
 
-def their_name(ours: str) -> str:
-    """The name of one of our tensors in transformers' `WhisperModel`."""
-    for a, b in _RENAMED:
-        ours = ours.replace(a, b)
-    return ours
-
-
 def encoder_shapes(config: WhisperConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of an encoder's tensors in our model."""
-    with torch.device("meta"):
-        state = WhisperEncoder(config).state_dict()
-    return {f"encoder.{name}": tuple(tensor.shape) for name, tensor in state.items()}
+    return shapes_of(lambda: WhisperEncoder(config), "encoder.")
 
 
 def recognise_snac(path: Path) -> bool:

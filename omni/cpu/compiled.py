@@ -1,12 +1,11 @@
-"""Steps of the decoder and work of small models on a CPU, compiled by numba for this processor.
+"""A decoder's step on a CPU, compiled by numba for this processor: in float32, and what int8 (`compiled_int8`) has in common.
 
 A step costs its calls more than its work: it is hundreds of PyTorch's operations, or thousands, and after each the thread asks
-for the interpreter's lock again, which the threads beside it hold. Here a block is one call in float32, and one between two
-products in int8, without the lock. A row attends to its own keys alone, however many others of its step have, and a row that
-rests costs nothing. What a row gives does not depend on the other rows.
+for the interpreter's lock again, which the threads beside it hold. Here a small model's blocks are one call, without the lock.
+A row attends to its own keys alone, however many others of its step have, and a row that rests costs nothing. What a row
+gives does not depend on the other rows.
 
-numba compiles for some seconds once, and keeps what it made beside this file, or in the user's cache folder. All of it is in
-one file, since numba asks whether that has changed, and not those of what is called.
+numba compiles for some seconds once, and keeps what it made beside its file, or in the user's cache folder.
 
 Dimensions: B rows of a step, K streams, W width, H heads, G key/value heads, D size of a head, F width of the feed-forward
 network, R rows of the cache, S its slots of a row with the spare one, V slots that are read.
@@ -15,21 +14,20 @@ network, R rows of the cache, S its slots of a row with the spare one, V slots t
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import Structure, c_int64
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
-
-from omni.utils.hardware import in_threads
-from omni.utils.private import kept_overloads
 
 LOG = logging.getLogger(__name__)
 
@@ -60,11 +58,18 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
         super().__init__(function)
         self.function = function.__name__
 
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """Also of this file's content: numba asks whether a function's own has changed, and not those of what it calls."""
+        return super()._index_key(sig, codegen), _code()
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:
-            self.forget(error)
+            text = "%s is compiled again: what is kept of it in %s is damaged (%s: %s)"
+            LOG.warning(text, self.function, self.cache_path, type(error).__name__, error)
+            with suppress(OSError):
+                self.flush()
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -73,36 +78,19 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
         except OSError as error:
             LOG.warning("%s cannot be kept compiled in %s: %s", self.function, self.cache_path, error)
 
-    def forget(self, error: Exception) -> None:
-        """Make it again, after an error of reading it."""
-        LOG.warning(
-            "%s is compiled again: what is kept of it in %s is damaged (%s: %s)",
-            self.function, self.cache_path, type(error).__name__, error,
-        )  # fmt: skip
-        with suppress(OSError):
-            self.flush()
+
+@cache
+def _code() -> int:
+    return zlib.crc32(Path(__file__).read_bytes())
 
 
 def compiled_for_threads(function: Callable[[Any], None]) -> Any:
     """A function of an address, compiled now and kept; `omni.utils.hardware.in_threads` takes its `address`."""
-    make = cfunc(types.void(types.CPointer(types.int64)), cache=True)
-    try:
-        kept = KeptFunctions(function)
-    except RuntimeError:  # no folder can be written
-        return cfunc(types.void(types.CPointer(types.int64)))(function)
-    try:
-        return make(function)
-    except Exception as error:
-        kept.forget(error)
-        return make(function)
-
-
-def is_kept(function: Callable[..., Any]) -> bool:
-    """Whether numba keeps what it compiled of a function, of this code and this place, so that its first call is short."""
-    try:
-        return bool(kept_overloads(function, lambda: KeptFunctions(function)))
-    except Exception:  # nothing can be kept, or it is damaged, which the first call tells
-        return False
+    made: Any = CFunc(function, ((types.CPointer(types.int64),), types.void), {}, {})
+    with suppress(RuntimeError):  # no folder can be written
+        made._cache = KeptFunctions(function)
+    made.compile()
+    return made
 
 
 compiled_sums = partial(compiled_function, sums=True)
@@ -118,14 +106,14 @@ def _copy(source: Any, target: Any) -> None:
 
 
 @compiled_function
-def _clear(target: Any) -> None:
+def clear(target: Any) -> None:
     for k in range(len(target)):
         target[k] = _ZERO
 
 
 def start() -> None:
     """Start numba, which takes half a second of a process's first call."""
-    _clear(np.empty(1, np.float32))
+    clear(np.empty(1, np.float32))
 
 
 # --- before and after the blocks --------------------------------------------------------------------------------------
@@ -274,7 +262,7 @@ def pointer_to(number_type: Any) -> Any:
     return intrinsic(pointer)
 
 
-_floats, _integers = pointer_to(types.float32), pointer_to(types.int64)
+floats_at, integers_at = pointer_to(types.float32), pointer_to(types.int64)
 
 
 def _add(context: Any, number: Any, more: Any) -> Any:
@@ -372,18 +360,23 @@ def _sum(x: Any, count: Any) -> Any:
 
 
 @compiled_sums
-def _squares(x: Any, mean: Any) -> Any:
-    """Sum of the squares of x [K] less its mean."""
+def _squares(x: Any) -> Any:
     total = _ZERO
     for k in range(len(x)):
-        total += (x[k] - mean) * (x[k] - mean)
+        total += x[k] * x[k]
     return total
+
+
+@compiled_function
+def norm_factor(x: Any, eps: Any) -> Any:
+    """What RMSNorm multiplies x [K] by."""
+    return _ONE / np.sqrt(_squares(x) / np.float32(len(x)) + eps)
 
 
 @compiled_function
 def _norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
     """RMSNorm of x [K]."""
-    factor = _ONE / np.sqrt(_squares(x, _ZERO) / np.float32(len(weight)) + eps)
+    factor = norm_factor(x, eps)
     for k in range(len(weight)):
         out[k] = x[k] * factor * weight[k]
 
@@ -409,7 +402,7 @@ def _exp(x: Any, count: Any, bits: Any, powers: Any) -> None:
 
 
 @compiled_function
-def _turn_and_keep(
+def rotate_and_keep(
     t: Any, heads: Any, row: Any, slot: Any, cos: Any, sin: Any, eps: Any, q_norm: Any, k_norm: Any, keys: Any, values: Any
 ) -> None:
     """Norm and rotate the queries and keys among the heads t [H + 2 G, D] of a row, and write keys and values to its slot."""
@@ -448,53 +441,44 @@ def _softmax(score: Any, count: Any, scale: Any, mask: Any, bits: Any, powers: A
 
 
 LANES = 32
-"""Queries that are multiplied together: two vectors of AVX-512, or four of AVX2."""
+"""Numbers of values that are summed together: two vectors of AVX-512, or four of AVX2."""
 
 
-def _vectors(builder: Any, address: Any, count: int) -> list[Any]:
-    """Pointers to so many vectors of 16 numbers from an address on."""
-    vector_type = ir.VectorType(ir.FloatType(), 16)
-    first = builder.inttoptr(address, vector_type.as_pointer())
-    return [builder.gep(first, [ir.Constant(ir.IntType(64), n)]) for n in range(count)]
+def _weighted_sums(context: Any, p: Any, p_step: Any, v: Any, v_step: Any, count: Any, out: Any) -> Any:
+    """Sums of vectors of 32 numbers by four weights of each, over s: `out[h] = sum of p[h, s] v[s]`, [4, 32].
 
-
-def _multiply_tile(rows: int) -> Any:
-    """An intrinsic that sums the products of numbers of so many rows and of vectors of 32, over n: `out[r] = sum of x[n, r]
-    y[n]`, [rows, 32].
-
-    Its arguments: the address of x and the numbers between two n and two rows of it; the address of y and the numbers between
-    two n of it; how many n there are; the address of the sums.
+    Its arguments: the address of p and the numbers between two h, the same of v and s; how many s there are; the address of
+    the sums. They stay in registers, which loops of numba write to memory each time (8 rows, 256 keys: twice the time).
     """
 
-    def sums(context: Any, x: Any, step: Any, row_step: Any, y: Any, y_step: Any, count: Any, out: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            float_type, wide, int64 = ir.FloatType(), ir.VectorType(ir.FloatType(), 16), ir.IntType(64)
-            same = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
-            zeros = ir.Constant(wide, None)
-            fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(wide, [wide] * 3), "llvm.fma.v16f32")
-            held = [[cgutils.alloca_once_value(builder, zeros) for _ in range(2)] for _ in range(rows)]
-            x, y = (builder.inttoptr(arguments[i], float_type.as_pointer()) for i in (0, 3))
-            with cgutils.for_range_slice(builder, int64(0), arguments[5], int64(1)) as (n, _):
-                here = builder.ptrtoint(builder.gep(y, [builder.mul(n, arguments[4])]), int64)
-                two = [builder.load(pointer, align=4) for pointer in _vectors(builder, here, 2)]
-                for row in range(rows):
-                    at = builder.add(builder.mul(n, arguments[1]), builder.mul(arguments[2], int64(row)))
-                    number = builder.insert_element(zeros, builder.load(builder.gep(x, [at])), ir.IntType(32)(0))
-                    every = builder.shuffle_vector(number, zeros, same)
-                    for half, lanes in enumerate(two):
-                        sum_ = held[row][half]
-                        builder.store(builder.call(fma, [lanes, every, builder.load(sum_)]), sum_)
-            targets = _vectors(builder, arguments[6], 2 * rows)
-            for target, sum_ in zip(targets, [sum_ for row in held for sum_ in row], strict=True):
-                builder.store(builder.load(sum_), target, align=4)
-            return context.get_dummy_value()
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        float_type, wide, int64 = ir.FloatType(), ir.VectorType(ir.FloatType(), 16), ir.IntType(64)
+        same, zeros = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16), ir.Constant(wide, None)
+        fma = cgutils.get_or_insert_function(builder.module, ir.FunctionType(wide, [wide] * 3), "llvm.fma.v16f32")
+        held = [[cgutils.alloca_once_value(builder, zeros) for _ in range(2)] for _ in range(4)]
+        p, v = (builder.inttoptr(arguments[i], float_type.as_pointer()) for i in (0, 2))
 
-        return types.void(*[types.int64] * 7), generate
+        def vectors(pointer: Any, count: int) -> list[Any]:
+            first = builder.bitcast(pointer, wide.as_pointer())
+            return [builder.gep(first, [int64(n)]) for n in range(count)]
 
-    return intrinsic(sums)
+        with cgutils.for_range_slice(builder, int64(0), arguments[4], int64(1)) as (s, _):
+            two = [builder.load(part, align=4) for part in vectors(builder.gep(v, [builder.mul(s, arguments[3])]), 2)]
+            for h in range(4):
+                at = builder.add(s, builder.mul(arguments[1], int64(h)))
+                number = builder.insert_element(zeros, builder.load(builder.gep(p, [at])), ir.IntType(32)(0))
+                every = builder.shuffle_vector(number, zeros, same)
+                for sum_, lanes in zip(held[h], two, strict=True):
+                    builder.store(builder.call(fma, [lanes, every, builder.load(sum_)]), sum_)
+        targets = vectors(builder.inttoptr(arguments[5], float_type.as_pointer()), 8)
+        for target, sum_ in zip(targets, [sum_ for row in held for sum_ in row], strict=True):
+            builder.store(builder.load(sum_), target, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
 
 
-_tile_of_four, _tile_of_one = _multiply_tile(4), _multiply_tile(1)
+_weigh: Any = intrinsic(_weighted_sums)
 
 
 @compiled_sums
@@ -536,20 +520,14 @@ def _attend(
         _softmax(scores[h], count, scale, mask, bits, powers)
     sums, whole = np.empty((4, LANES), np.float32), size // LANES * LANES
     for d in range(0, whole, LANES):
-        at, h = values[row, 0, g, d:].ctypes.data, 0
-        while h < group:
-            tile = group - h if group - h < 4 else 4
-            if tile > 2:  # of three, the fourth is any numbers
-                _tile_of_four(scores[h].ctypes.data, 1, scores.shape[1], at, kv_heads * size, count, sums.ctypes.data)
-            else:
-                tile = 1
-                _tile_of_one(scores[h].ctypes.data, 1, 0, at, kv_heads * size, count, sums.ctypes.data)
-            for i in range(tile):
-                _copy(sums[i], out[g * group + h + i, d : d + LANES])
-            h += tile
+        at = values[row, 0, g, d:].ctypes.data
+        for first in range(0, group, 4):  # beyond the last they are any numbers
+            _weigh(scores[first].ctypes.data, scores.shape[1], at, kv_heads * size, count, sums.ctypes.data)
+            for h in range(first, min(first + 4, group)):
+                _copy(sums[h - first], out[g * group + h, d : d + LANES])
     for h in range(group if whole < size else 0):
         here = out[g * group + h, whole:]
-        _clear(here)
+        clear(here)
         for s in range(count):
             p, v = scores[h, s], values[row, s, g, whole:]
             for d in range(len(here)):
@@ -557,97 +535,26 @@ def _attend(
 
 
 @compiled_function
-def _attend_columns(
-    wide: Any, first: Any, number: Any, heads: Any, keys: Any, values: Any, row: Any, g: Any, count: Any, active: Any,
-    mask: Any, scores: Any, out: Any,
-) -> None:  # fmt: skip
-    """Attention of several columns of one row, [columns, H D] from `first` on, with at most 32 queries of the keys g. D is a
-    multiple of 32.
-
-    Queries lie side by side, so that each sums by itself, in the order of the slots: what it gives does not depend on others.
-    """
-    kv_heads, size = keys.shape[2], keys.shape[3]
-    group, scale, step = heads // kv_heads, _ONE / np.sqrt(np.float32(size)), kv_heads * size
-    every, rows = number * group, 16
-    turned, sums, top = np.zeros((size, LANES), np.float32), np.empty((4, LANES), np.float32), np.empty(LANES, np.float32)
-    total, bits = np.zeros(LANES, np.float32), np.empty(rows * LANES, np.int32)
-    powers = bits.view(np.float32)
-    for q in range(every):
-        at = (g * group + q % group) * size
-        for d in range(size):
-            turned[d, q] = wide[first + q // group, at + d] * scale
-    address, s = turned.ctypes.data, 0
-    while s + 3 < count:
-        _tile_of_four(keys[row, s, g].ctypes.data, 1, step, address, LANES, size, scores[s].ctypes.data)
-        s += 4
-    for last in range(s, count):
-        _tile_of_one(keys[row, last, g].ctypes.data, 1, step, address, LANES, size, scores[last].ctypes.data)
-    top[0] = turned[0, 0]  # numba frees an array after its last use; its address is none
-    for c in range(number):
-        unseen = mask[active[first + c]]
-        for s in range(count):
-            if unseen[s] != 0:
-                for q in range(c * group, (c + 1) * group):
-                    scores[s, q] = -np.inf
-    _copy(scores[0], top)
-    for s in range(1, count):
-        here = scores[s]
-        for q in range(LANES):
-            top[q] = max(top[q], here[q])
-    for low in range(0, count, rows):
-        high = min(low + rows, count)
-        for s in range(low, high):
-            here = scores[s]
-            for q in range(LANES):
-                here[q] -= top[q]
-        _exp(scores[low:high].reshape((high - low) * LANES), (high - low) * LANES, bits, powers)
-        for s in range(low, high):
-            here = scores[s]
-            for q in range(LANES):
-                total[q] += here[q]
-    for q in range(every):
-        total[q] = _ONE / total[q]
-    for d in range(0, size, LANES):
-        at = values[row, 0, g, d:].ctypes.data
-        for q in range(0, every, 4):
-            _tile_of_four(scores[0, q:].ctypes.data, LANES, 1, at, step, count, sums.ctypes.data)
-            for p in range(q, min(q + 4, every)):
-                here, weighted, times = out[first + p // group, (g * group + p % group) * size + d :], sums[p - q], total[p]
-                for k in range(LANES):
-                    here[k] = weighted[k] * times
-
-
-@compiled_function
-def _attend_all(
+def attend_all(
     taken: Any, wide: Any, active: Any, writes: Any, ring: Any, heads: Any, keys: Any, values: Any, mask: Any, out: Any
 ) -> None:
     """Attention [N, H D] of the queries in `wide` [N, (H + 2 G) D] of the rows `active` [N], whose keys and values are kept.
 
-    Threads share it by parts: of a row's column, or of several, the queries that have one head of keys. `taken` points to the
-    number of parts that were taken.
+    Threads share it by parts: of a row, the queries that have one head of keys. `taken` points to the number of parts that
+    were taken.
     """
     slots, kv_heads, size, rows = keys.shape[1], keys.shape[2], keys.shape[3], len(active)
-    group, seen = heads // kv_heads, mask.shape[1]
-    scores, bits = np.empty((max(group + 1, LANES), seen), np.float32), np.empty(seen, np.int32)
-    powers, turned = bits.view(np.float32), scores.reshape(scores.size)[: seen * LANES].reshape(seen, LANES)
-    most = LANES // group if size % LANES == 0 else 1
-    i, part, mine = 0, 0, take(taken, 1)
-    while i < rows:
-        b, row, number = active[i], writes[active[i]] // slots, 1
-        while number < most and i + number < rows and writes[active[i + number]] // slots == row:
-            number += 1
-        for g in range(kv_heads):
-            if part == mine:
-                newest = writes[active[i + number - 1]] % slots  # sees most
-                count = seen if ring else newest + 1
-                if number == 1:
-                    t, here = wide[i].reshape(heads + 2 * kv_heads, size), out[i].reshape(heads, size)
-                    _attend(t, keys, values, row, g, count, mask[b], scores, bits, powers, here)
-                else:
-                    _attend_columns(wide, i, number, heads, keys, values, row, g, count, active, mask, turned, out)
-                mine = take(taken, 1)
-            part += 1
-        i += number
+    seen = mask.shape[1]
+    scores, bits = np.empty((heads // kv_heads + 3, seen), np.float32), np.empty(seen, np.int32)
+    powers = bits.view(np.float32)
+    part = take(taken, 1)
+    while part < rows * kv_heads:
+        i, g = part // kv_heads, part % kv_heads
+        b = active[i]
+        row, newest = writes[b] // slots, writes[b] % slots
+        t, here = wide[i].reshape(heads + 2 * kv_heads, size), out[i].reshape(heads, size)
+        _attend(t, keys, values, row, g, seen if ring else newest + 1, mask[b], scores, bits, powers, here)
+        part = take(taken, 1)
 
 
 @compiled_function
@@ -662,7 +569,7 @@ def active_of(writes: Any, slots: Any) -> Any:
 
 
 @compiled_function
-def _gate(gate: Any, up: Any, factor: Any, out: Any, bits: Any, powers: Any) -> None:
+def swiglu(gate: Any, up: Any, factor: Any, out: Any, bits: Any, powers: Any) -> None:
     """silu(gate * factor) * up * factor, [F]."""
     for k in range(len(gate)):
         out[k] = -gate[k] * factor
@@ -676,7 +583,7 @@ def block(
     x: Any, writes: Any, ring: Any, mask: Any, cos: Any, sin: Any, eps: Any, norm: Any, qkv: Any, bias: Any, q_norm: Any,
     k_norm: Any, out: Any, mlp_norm: Any, gate_up: Any, down: Any, keys: Any, values: Any,
 ) -> None:  # fmt: skip
-    """Take x [B, W] float32 through a block, in place; what rests stays as it is. Columns of one row follow each other.
+    """Take x [B, W] float32 through a block, in place; what rests stays as it is.
 
     Args:
         writes: slot of each row among all of the cache's, [B]; the spare ones are of rows that rest.
@@ -691,11 +598,8 @@ def block(
     width, heads, inner = x.shape[1], out.shape[1] // size, down.shape[1]
     active = active_of(writes, slots)
     rows = len(active)
-    held, normed, wide = (
-        np.empty((rows, width), np.float32),
-        np.empty((rows, width), np.float32),
-        np.empty((rows, len(qkv)), np.float32),
-    )
+    held, normed = np.empty((rows, width), np.float32), np.empty((rows, width), np.float32)
+    wide = np.empty((rows, len(qkv)), np.float32)
     y, bits = np.empty((rows, heads * size), np.float32), np.empty(inner, np.int32)
     powers = bits.view(np.float32)
 
@@ -708,9 +612,9 @@ def block(
         for k in range(len(bias)):
             qkv_row[k] += bias[k]
         t, row, slot = qkv_row.reshape(heads + 2 * kv_heads, size), writes[b] // slots, writes[b] % slots
-        _turn_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
+        rotate_and_keep(t, heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
     taken = np.zeros(1, np.int64)
-    _attend_all(_integers(taken.ctypes.data), wide, active, writes, ring, heads, keys, values, mask, y)
+    attend_all(integers_at(taken.ctypes.data), wide, active, writes, ring, heads, keys, values, mask, y)
     taken[0] = 0  # numba frees an array after its last use; its address is none
     product(y, out, normed)
     for i in range(rows):
@@ -721,7 +625,7 @@ def block(
     both, gated = np.empty((rows, 2 * inner), np.float32), np.empty((rows, inner), np.float32)
     product(normed, gate_up, both)
     for i in range(rows):
-        _gate(both[i, :inner], both[i, inner:], _ONE, gated[i], bits, powers)
+        swiglu(both[i, :inner], both[i, inner:], _ONE, gated[i], bits, powers)
     product(gated, down, normed)
     for i in range(rows):
         here, old, more = x[active[i]], held[i], normed[i]
@@ -747,295 +651,9 @@ def blocks(
     for n in range(len(addresses)):
         at = addresses[n]
         block(
-            x, writes, ring, mask, cos, sin, eps, carray(_floats(at[0]), (width,)), carray(_floats(at[1]), (every, width)),
-            carray(_floats(at[2]), (bias,)), carray(_floats(at[3]), (norms,)), carray(_floats(at[4]), (norms,)),
-            carray(_floats(at[5]), (width, heads * size)), carray(_floats(at[6]), (width,)),
-            carray(_floats(at[7]), (2 * inner, width)), carray(_floats(at[8]), (width, inner)),
-            carray(_floats(at[9]), (rows, slots, kv_heads, size)), carray(_floats(at[10]), (rows, slots, kv_heads, size)),
+            x, writes, ring, mask, cos, sin, eps, carray(floats_at(at[0]), (width,)), carray(floats_at(at[1]), (every, width)),
+            carray(floats_at(at[2]), (bias,)), carray(floats_at(at[3]), (norms,)), carray(floats_at(at[4]), (norms,)),
+            carray(floats_at(at[5]), (width, heads * size)), carray(floats_at(at[6]), (width,)),
+            carray(floats_at(at[7]), (2 * inner, width)), carray(floats_at(at[8]), (width, inner)),
+            carray(floats_at(at[9]), (rows, slots, kv_heads, size)), carray(floats_at(at[10]), (rows, slots, kv_heads, size)),
         )  # fmt: skip
-
-
-# --- an encoder like Whisper's ----------------------------------------------------------------------------------------
-
-
-@compiled_function
-def _layer_norm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
-    """Layer norms of the rows of x [N, D]."""
-    count = np.float32(len(weight))
-    for b in range(len(x)):
-        here, result = x[b], out[b]
-        mean = _sum(here, len(weight)) / count
-        factor = _ONE / np.sqrt(_squares(here, mean) / count + eps)
-        for d in range(len(weight)):
-            result[d] = (here[d] - mean) * factor * weight[d] + bias[d]
-
-
-@compiled_function
-def _gelu(x: Any, bias: Any, falls: Any, bits: Any, powers: Any) -> None:
-    """x (1 + erf(x / sqrt(2))) / 2 of x [F] with its bias added, in place; erf to 2e-7 (Abramowitz and Stegun 1964, 7.1.26)."""
-    for k in range(len(x)):
-        x[k] += bias[k]
-        falls[k] = np.float32(-0.5) * x[k] * x[k]
-    _exp(falls, len(x), bits, powers)
-    for k in range(len(x)):
-        t = _ONE / (_ONE + np.float32(0.3275911 * 0.5**0.5) * abs(x[k]))
-        p = np.float32(1.061405429) * t - np.float32(1.453152027)
-        p = p * t + np.float32(1.421413741)
-        p = p * t - np.float32(0.284496736)
-        rest = np.float32(0.5) * (p * t + np.float32(0.254829592)) * t * falls[k]
-        x[k] *= rest if x[k] < 0 else _ONE - rest
-
-
-@compiled_function
-def encoder_stem(mel: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any, out: Any) -> None:
-    """Both convolutions (kernel 3; stride 1, then 2) of features [M, F] with their GELUs, and the positions [.., D] added.
-
-    Args:
-        first, second: weights [D, 3, M] and [D, 3, D], as [D, 3 M] and [D, 3 D].
-        out: [T, D], T = ceil(F / 2).
-    """
-    bands, frames, width = mel.shape[0], mel.shape[1], out.shape[1]
-    falls, bits = np.empty(width, np.float32), np.empty(width, np.int32)
-    powers = bits.view(np.float32)
-    wide, x = np.zeros((frames, 3 * bands), np.float32), np.empty((frames, width), np.float32)
-    for f in range(frames):
-        for k in range(max(0, 1 - f), min(3, frames + 1 - f)):
-            for m in range(bands):
-                wide[f, k * bands + m] = mel[m, f + k - 1]
-    product(wide, first, x)
-    for f in range(frames):
-        _gelu(x[f], first_bias, falls, bits, powers)
-    every = np.zeros((len(out), 3 * width), np.float32)
-    for t in range(len(out)):
-        for k in range(max(0, 1 - 2 * t), min(3, frames + 1 - 2 * t)):
-            _copy(x[2 * t + k - 1], every[t, k * width : (k + 1) * width])
-    product(every, second, out)
-    for t in range(len(out)):
-        here = out[t]
-        _gelu(here, second_bias, falls, bits, powers)
-        for d in range(width):
-            here[d] += positions[t, d]
-
-
-@compiled_function
-def encoder_block(
-    x: Any, starts: Any, heads: Any, eps: Any, norm: Any, norm_bias: Any, query: Any, query_bias: Any, key: Any, value: Any,
-    value_bias: Any, out: Any, out_bias: Any, mlp_norm: Any, mlp_norm_bias: Any, up: Any, up_bias: Any, down: Any,
-    down_bias: Any,
-) -> None:  # fmt: skip
-    """Take frames x [N, D] of clips, which begin at `starts` [clips + 1], through a block of `WhisperEncoder`, in place."""
-    rows, width = x.shape
-    size, inner = width // heads, len(up_bias)
-    scale = _ONE / np.sqrt(np.float32(size))
-    normed, q, k, v = (
-        np.empty((rows, width), np.float32),
-        np.empty((rows, width), np.float32),
-        np.empty((rows, width), np.float32),
-        np.empty((rows, width), np.float32),
-    )
-    _layer_norm(x, norm, norm_bias, eps, normed)
-    product(normed, query, q)
-    product(normed, key, k)
-    product(normed, value, v)
-    for clip in range(len(starts) - 1):
-        first, count = starts[clip], starts[clip + 1] - starts[clip]
-        own, other, turned = (
-            np.empty((count, size), np.float32),
-            np.empty((count, size), np.float32),
-            np.empty((size, count), np.float32),
-        )
-        scores, mixed = np.empty((count, count), np.float32), np.empty((count, size), np.float32)
-        mask, bits = np.zeros(count, np.float32), np.empty(count, np.int32)
-        powers = bits.view(np.float32)
-        for low in range(0, width, size):
-            for t in range(count):
-                for d in range(size):
-                    own[t, d] = q[first + t, low + d] + query_bias[low + d]
-                    other[t, d] = k[first + t, low + d]
-                    turned[d, t] = v[first + t, low + d] + value_bias[low + d]
-            product(own, other, scores)
-            for t in range(count):
-                _softmax(scores[t], count, scale, mask, bits, powers)
-            product(scores, turned, mixed)
-            for t in range(count):
-                _copy(mixed[t], normed[first + t, low : low + size])
-    product(normed, out, q)
-    for t in range(rows):
-        for d in range(width):
-            x[t, d] += q[t, d] + out_bias[d]
-    _layer_norm(x, mlp_norm, mlp_norm_bias, eps, normed)
-    wide, falls, exponents = np.empty((rows, inner), np.float32), np.empty(inner, np.float32), np.empty(inner, np.int32)
-    fine = exponents.view(np.float32)
-    product(normed, up, wide)
-    for t in range(rows):
-        _gelu(wide[t], up_bias, falls, exponents, fine)
-    product(wide, down, q)
-    for t in range(rows):
-        for d in range(width):
-            x[t, d] += q[t, d] + down_bias[d]
-
-
-@compiled_function
-def encoder(
-    mels: Any, lengths: Any, starts: Any, first: Any, first_bias: Any, second: Any, second_bias: Any, positions: Any,
-    heads: Any, eps: Any, addresses: Any, inner: Any, x: Any,
-) -> None:  # fmt: skip
-    """Encode clips in one call: features [clips, M, F max] of these lengths to frames x [N, D].
-
-    Args:
-        addresses: of the arguments of `encoder_block` from `norm` on, for each block, [blocks, 15].
-        inner: F of the blocks.
-    """
-    width = x.shape[1]
-    for n in range(len(lengths)):
-        mel = mels[n, :, : lengths[n]]
-        encoder_stem(mel, first, first_bias, second, second_bias, positions, x[starts[n] : starts[n + 1]])
-    for n in range(len(addresses)):
-        at = addresses[n]
-        encoder_block(
-            x, starts, heads, eps, carray(_floats(at[0]), (width,)), carray(_floats(at[1]), (width,)),
-            carray(_floats(at[2]), (width, width)), carray(_floats(at[3]), (width,)), carray(_floats(at[4]), (width, width)),
-            carray(_floats(at[5]), (width, width)), carray(_floats(at[6]), (width,)), carray(_floats(at[7]), (width, width)),
-            carray(_floats(at[8]), (width,)), carray(_floats(at[9]), (width,)), carray(_floats(at[10]), (width,)),
-            carray(_floats(at[11]), (inner, width)), carray(_floats(at[12]), (inner,)),
-            carray(_floats(at[13]), (width, inner)), carray(_floats(at[14]), (width,)),
-        )  # fmt: skip
-
-
-# --- int8 -------------------------------------------------------------------------------------------------------------
-
-
-@compiled_function
-def _round(x: Any, held: Any) -> Any:
-    """Write x [K] as `omni.model.int8.rounded` does, and return its largest |x|; as whole numbers, of which NaN is largest."""
-    pattern, most = x.view(np.int32), np.int32(0)
-    for k in range(len(x)):
-        most = max(most, pattern[k] & np.int32(0x7FFFFFFF))
-    bits = np.empty(1, np.int32)
-    bits[0] = most
-    largest = bits.view(np.float32)[0]
-    factor = np.float32(127) / largest
-    for k in range(len(x)):
-        held[k] = np.uint8(np.int32(x[k] * factor + np.float32(128.5)))
-    return largest
-
-
-@compiled_function
-def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
-    """Rounds the RMSNorm of x [K] before it is divided by its length."""
-    for k in range(len(weight)):
-        scaled[k] = x[k] * weight[k]
-    return _round(scaled, held) / np.sqrt(_squares(x, _ZERO) / np.float32(len(weight)) + eps)
-
-
-@compiled_function
-def add_and_round_norm(x: Any, products: Any, norm: Any, eps: Any, held: Any, factor: Any) -> None:
-    """Add products [B or 0, W] times `factor` [B] to x [B, W], and round the norm of the sum to `held` and `factor`."""
-    scaled = np.empty(x.shape[1], np.float32)
-    for b in range(x.shape[0]):
-        here = x[b]
-        if len(products):
-            more, times = products[b], factor[b]
-            for k in range(len(here)):
-                here[k] += more[k] * times
-        factor[b] = _round_norm(here, norm, eps, scaled, held[b])
-
-
-@compiled_function
-def turn_and_keep(
-    products: Any, factor: Any, bias: Any, active: Any, writes: Any, cos: Any, sin: Any, eps: Any, q_norm: Any, k_norm: Any,
-    keys: Any, values: Any, wide: Any,
-) -> None:  # fmt: skip
-    """Write the products [B, (H + 2 G) D] of q, k and v times `factor` [B], with biases, of the rows `active` [N] to `wide`, q
-    and k rotated, and keys and values to the cache (see `block`)."""
-    slots, kv_heads, size = keys.shape[1], keys.shape[2], keys.shape[3]
-    every = products.shape[1] // size
-    for i in range(len(active)):
-        b, qkv_row = active[i], wide[i]
-        source, times, row, slot = products[b], factor[b], writes[b] // slots, writes[b] % slots
-        for k in range(len(qkv_row)):
-            qkv_row[k] = source[k] * times
-        for k in range(len(bias)):
-            qkv_row[k] += bias[k]
-        t = qkv_row.reshape(every, size)
-        _turn_and_keep(t, every - 2 * kv_heads, row, slot, cos[b], sin[b], eps, q_norm, k_norm, keys, values)
-
-
-SHARED = 1 << 18
-"""Products of two numbers from which on threads share an attention."""
-
-
-class SharedAttention(Structure):
-    """Arguments of the threads of an attention (`attend`).
-
-    taken: parts that a thread has taken by now; rows: N; columns: B; of: R; seen: V; active ... out: addresses.
-    """
-
-    _fields_ = [
-        (name, c_int64)
-        for name in (
-            "taken", "rows", "columns", "of", "slots", "heads", "kv_heads", "size", "seen", "ring", "active", "writes", "mask",
-            "wide", "keys", "values", "out",
-        )
-    ]  # fmt: skip
-
-
-def attend(task: SharedAttention, threads: int) -> None:
-    """Attention as of `_attend_all`, by so many threads where it is large enough. A row is the same, whoever computes what."""
-    task.taken = 0
-    large = task.rows * task.heads * task.size * task.seen >= SHARED
-    in_threads(attention_of_threads().address, task, threads if large else 1)
-
-
-def share_attention(task: Any) -> None:
-    """Computes a thread's share of an attention."""
-    rows, columns, of, slots, heads, kv_heads, size, seen = (
-        task[1],
-        task[2],
-        task[3],
-        task[4],
-        task[5],
-        task[6],
-        task[7],
-        task[8],
-    )
-    _attend_all(
-        task, carray(_floats(task[13]), (rows, (heads + 2 * kv_heads) * size)), carray(_integers(task[10]), (rows,)),
-        carray(_integers(task[11]), (columns,)), task[9] != 0, heads, carray(_floats(task[14]), (of, slots, kv_heads, size)),
-        carray(_floats(task[15]), (of, slots, kv_heads, size)), carray(_floats(task[12]), (columns, seen)),
-        carray(_floats(task[16]), (rows, heads * size)),
-    )  # fmt: skip
-
-
-@cache
-def attention_of_threads() -> Any:
-    """`share_attention`, compiled."""
-    return compiled_for_threads(share_attention)
-
-
-@compiled_function
-def round_rows(y: Any, active: Any, held: Any, factor: Any) -> None:
-    """Round rows y [N, K] to `held` and `factor` of the rows `active` [N] of a step; the others' factor is 0."""
-    _clear(factor)
-    for i in range(len(active)):
-        factor[active[i]] = _round(y[i], held[active[i]])
-
-
-@compiled_function
-def gate_and_round(products: Any, factor: Any, held: Any) -> None:
-    """Round silu(gate) * up of the products [B, 2 F] of both to `held` and `factor`."""
-    inner = products.shape[1] // 2
-    gated, bits = np.empty(inner, np.float32), np.empty(inner, np.int32)
-    powers = bits.view(np.float32)
-    for b in range(len(factor)):
-        _gate(products[b, :inner], products[b, inner:], factor[b], gated, bits, powers)
-        factor[b] = _round(gated, held[b])
-
-
-@compiled_function
-def add(x: Any, products: Any, factor: Any) -> None:
-    """Add products [B, W] times `factor` [B] to x [B, W]."""
-    for b in range(x.shape[0]):
-        here, more, times = x[b], products[b], factor[b]
-        for k in range(len(here)):
-            here[k] += more[k] * times

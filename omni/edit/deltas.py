@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omni.cpu.int8 import Int8Linear
 from omni.errors import UserError
 from omni.lora import attach as lora
-from omni.model.int8 import Int8Linear
 from omni.model.linears import checksum_of, crc_of, dense_weight, is_quantized, plain_checksum
 from omni.utils.private import in_backward, saved_tensor_hooks, will_run
 
@@ -154,10 +154,15 @@ class Delta:
         """(I, O) of the linear."""
         return (self.b if self.a is None else self.a.T).shape[0], self.b.shape[1]
 
+    def low(self, x: Tensor) -> Tensor:
+        """lr * x @ a.T, [..., R]."""
+        h = x if self.a is None else x @ _match(self.a, x).T
+        return h * (self.lr.to(h.device) if isinstance(self.lr, Tensor) else self.lr)
+
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """The change of the output `out` [..., O] for the input x [..., I]; in the type and on the device of `out`."""
-        h = low(x, self.a)
-        return product(h * (self.lr.to(h.device) if isinstance(self.lr, Tensor) else self.lr), self.b, out)
+        h = self.low(x).to(out.device)
+        return (h @ _match(self.b, h)).to(out.dtype)
 
     def weight(self) -> Tensor:
         """Change of the weight [O, I], in fp64 and without graph."""
@@ -169,17 +174,6 @@ class Delta:
         """Apply a function to every tensor."""
         lr = change(self.lr) if isinstance(self.lr, Tensor) else self.lr
         return Delta(change(self.b), None if self.a is None else change(self.a), lr)
-
-
-def low(x: Tensor, a: Tensor | None) -> Tensor:
-    """x @ a.T, [..., R]."""
-    return x if a is None else x @ _match(a, x).T
-
-
-def product(h: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """h @ b, on the device and in the type of `out`."""
-    h = h.to(out.device)
-    return (h @ _match(b, h)).to(out.dtype)
 
 
 def _match(factor: Tensor, x: Tensor) -> Tensor:
@@ -397,20 +391,14 @@ _NUMBERS = itertools.count(1)
 
 
 class AttachedDelta:
-    """Wraps a delta as a `Pair` of `omni.lora.attach`."""
+    """A delta as a `Pair` of `omni.lora.attach`."""
 
     def __init__(self, delta: Delta) -> None:
-        self.delta = delta
-        self.b = delta.b.T
-
-    def low(self, x: Tensor) -> Tensor:
-        """lr * x @ a.T, [..., R]."""
-        h = low(x, self.delta.a)
-        return h * (self.delta.lr.to(h.device) if isinstance(self.delta.lr, Tensor) else self.delta.lr)
+        self.delta, self.b, self.low = delta, delta.b.T, delta.low
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
-        return product(self.low(x), self.delta.b, x)
+        return self.delta(x, x)
 
 
 def attach_edits(model: nn.Module, edits: Edits) -> str:

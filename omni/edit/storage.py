@@ -25,10 +25,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from omni.checkpoint.tensors import read_json, write_file
+from omni.checkpoint.tensors import write_file
 from omni.edit.deltas import Delta, Edits, checksum, find_linears, is_transposed, shape_of, weight_of, whole
 from omni.errors import UserError
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 from omni.model.linears import is_quantized
 from omni.utils.remote import refuse_remote
 

@@ -4,8 +4,7 @@ In mode "chunked" a frame hears its chunk and what came before, so that a sound 
 
 The modules are those of `whisper.model.AudioEncoder`, under `whisper.`, so OpenAI's encoder weights load by name. The forward
 pass is implemented here, because Whisper's own `forward` takes full windows only: a batch of clips is one list of frames `[sum
-T, D]`, no layer computes padding, and no clip sees another (see `omni.encoder.packing`). A small encoder on a CPU is compiled
-where it measured faster (`omni.cpu.compiled`, `omni.cpu.kernels`).
+T, D]`, no layer computes padding, and no clip sees another (see `omni.encoder.packing`).
 
 N clips, M mel bands, F feature frames, T encoder frames, D width, H heads.
 """
@@ -18,21 +17,17 @@ from copy import copy
 from random import Random
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whisper.model import AudioEncoder, Linear, MultiHeadAttention, ResidualAttentionBlock
+from whisper.model import AudioEncoder, ResidualAttentionBlock
 
 from omni.audio.mel import samples_before
-from omni.cpu import compiled
-from omni.cpu.kernels import SMALL, Kernels, StepShape
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Chunks, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.model.attention import attention, multiplied_in, takes_packed
-from omni.model.fingerprint import Fingerprint
 from omni.model.recompute import run_block, selectively
 from omni.utils.hardware import to_device
 
@@ -49,10 +44,7 @@ class WhisperEncoder(Encoder):
         hidden = encoder(mels, lengths, frames)  # [sum(frames), D], clip after clip
 
     checkpointing: the part of each block that is computed again in the backward pass (`omni.model.recompute`).
-    kernels: measurements of this CPU, for an encoder that serves.
     """
-
-    kernels: Kernels | None = None
 
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
@@ -60,7 +52,6 @@ class WhisperEncoder(Encoder):
         self.whisper = AudioEncoder(config.n_mels, config.positions, config.width, config.heads, 0)
         self.whisper.blocks = nn.ModuleList(EncoderBlock(config.width, config.heads) for _ in range(config.layers))
         self.whisper.ln_post = nn.LayerNorm(config.width)
-        self._known: tuple[Fingerprint, StepShape | None] | None = None
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -97,8 +88,6 @@ class WhisperEncoder(Encoder):
         ratio = EQUAL_LENGTHS if weight.device.type == "cpu" else FEW_LAUNCHES
         if self.config.normalize == "clip":
             mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
-        if self._compiled():
-            return compiled_encode(self.whisper, mels.to(weight), lengths, wanted)
         size = self.config.width // self.config.heads
         bounds = chunks is None and takes_packed(weight.device, multiplied_in(weight), size)
         options: Any = {
@@ -137,25 +126,6 @@ class WhisperEncoder(Encoder):
 
     def stream(self) -> EncoderStream:
         return WhisperStream(self) if self.config.chunk_samples is not None else super().stream()
-
-    def compiled_shape(self) -> StepShape | None:
-        """Key of its blocks in measurements (`omni.cpu.kernels`); None where they cannot be compiled."""
-        return encoder_shape(self.whisper, self.config.heads)
-
-    def _compiled(self) -> bool:
-        if (
-            self.kernels is None
-            or self.chunked
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or torch.is_autocast_enabled("cpu")
-        ):
-            return False
-        if self._known is None or not self._known[0].same():
-            shape = self.compiled_shape()
-            self._known = Fingerprint(self.whisper), shape if can_be_read(self.whisper) else None
-        parts, shape = self._known
-        return shape is not None and self.kernels.compiled(shape, "encoder") and not parts.has_forward_hooks()
 
     def _convolve(self, mels: Tensor, packing: Packing) -> Tensor:
         """Both convolutions (kernel 3; stride 1, then 2) as linear maps of neighbouring rows: `[sum T, D]`.
@@ -385,59 +355,3 @@ class StreamingKeyValues:
         memory[0, :, :, self.end : end], memory[1, :, :, self.end : end] = key, value
         self.end = end
         return memory[0, :, :, self.start : end], memory[1, :, :, self.start : end]
-
-
-Array = np.ndarray[Any, Any]
-
-
-_KINDS = {Linear, nn.LayerNorm, nn.GELU, nn.Sequential, MultiHeadAttention}
-
-
-def encoder_shape(whisper: nn.Module, heads: int) -> StepShape | None:
-    """Key of the encoder's blocks in measurements; None where they cannot be compiled."""
-    blocks: Any = whisper.blocks
-    if not len(blocks) or not all({type(part) for part in block.modules()} - {type(block)} <= _KINDS for block in blocks):
-        return None
-    attn, mlp = blocks[0].attn, blocks[0].mlp
-    width, inner = attn.query.in_features, mlp[0].out_features
-    if mlp[1].approximate != "none" or 4 * width * width + 2 * width * inner > SMALL:
-        return None
-    return StepShape("float32", width, heads, heads, width // heads, inner)
-
-
-def can_be_read(whisper: nn.Module) -> bool:
-    """Whether all its weights are parameters in float32 on a CPU."""
-    return all(type(p) is nn.Parameter and p.dtype == torch.float32 and p.device.type == "cpu" for p in whisper.parameters())
-
-
-def compiled_encode(whisper: Any, mels: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-    """Computes `WhisperEncoder.forward`, compiled: features [N, M, F max] float32 to frames [sum(frames), D]."""
-    starts = np.cumsum([0, *((length + 1) // 2 for length in lengths)])
-    x = np.empty((starts[-1], whisper.conv1.out_channels), np.float32)
-    stem = [part for conv in (whisper.conv1, whisper.conv2) for part in (_flat(conv.weight), _array(conv.bias))]
-    held = [[p if p.is_contiguous() else p.detach().contiguous() for p in _parameters(block)] for block in whisper.blocks]
-    block = whisper.blocks[0]
-    addresses = np.array([[p.data_ptr() for p in own] for own in held])  # which stay until the call has ended
-    arguments = *stem, _array(whisper.positional_embedding), block.heads, np.float32(block.attn_ln.eps)
-    compiled.encoder(_array(mels), np.array(lengths), starts, *arguments, addresses, block.mlp[0].out_features, x)  # type: ignore[call-arg]
-    out: Tensor = whisper.ln_post(torch.from_numpy(x))
-    sizes = np.diff(starts).tolist()
-    if list(frames) == sizes:
-        return out
-    return torch.cat([own[:wanted] for own, wanted in zip(out.split(sizes), frames, strict=True)])
-
-
-def _parameters(block: Any) -> list[Tensor]:
-    """In the order of `compiled.encoder`; read each time, since they may be others by then."""
-    attn, mlp = block.attn, block.mlp
-    parts = block.attn_ln, attn.query, attn.key, attn.value, attn.out, block.mlp_ln, mlp[0], mlp[2]
-    return [p for part in parts for p in (part.weight, part.bias) if p is not None]
-
-
-def _flat(weight: Tensor) -> Array:
-    """A convolution's weight [D, M, 3] as [D, 3 M]."""
-    return np.ascontiguousarray(weight.numpy(force=True).transpose(0, 2, 1)).reshape(len(weight), -1)
-
-
-def _array(x: Tensor) -> Array:
-    return np.ascontiguousarray(x.numpy(force=True))

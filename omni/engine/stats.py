@@ -4,8 +4,8 @@ this machine by its number of rows: measured at a start, kept, and read by engin
 A step is measured as an engine takes it: a runner's step of n rows, while the codec turns a frame of each of n answers into
 sound in another thread. Rows stand in the middle of the cache. There is no encoder, prefill, event or listener in it.
 
-What was measured is kept in the user's cache folder beside the kernels (`omni.cpu.kernels`), in a file for each processor and
-PyTorch, by device, threads, number format, kernels, model and codec.
+What was measured is kept in the user's cache folder, in a file for each processor and PyTorch, by device, threads, number
+format, kernels, model and codec.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.config import to_dict
-from omni.cpu.kernels import machine
+from omni.cpu.int8 import is_int8
 from omni.errors import UserError
 from omni.files import cache_folder, write_json
 from omni.generate.options import GREEDY
 from omni.generate.rows import Start
 from omni.generate.runner import Runner
 from omni.model.decoder import Hidden
-from omni.model.int8 import is_int8
 from omni.model.speech_model import SpeechModel
+from omni.utils.hardware import machine
 
 LOG = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def measured_of(model: SpeechModel, codec: AudioCodec | None) -> MeasuredOf:
     norm = model.decoder.norm.weight
     device = torch.cuda.get_device_name(norm.device) if norm.device.type == "cuda" else norm.device.type
     dtype = "int8 with " * is_int8(model) + str(norm.dtype).removeprefix("torch.")
-    kernels = "reference" if model.decoder.kernels is None else "measured"
+    kernels = "fast" if model.decoder.fast else "reference"
     shape = f"{zlib.crc32(json.dumps(to_dict(model.config), sort_keys=True).encode()):08x}"
     return MeasuredOf(device, torch.get_num_threads(), dtype, kernels, shape, "" if codec is None else codec.name)
 

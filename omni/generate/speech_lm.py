@@ -27,7 +27,9 @@ from omni.checkpoint.places import find_adapter
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.cpu import compiled
-from omni.cpu.kernels import serve_measured
+from omni.cpu.int8 import is_int8
+from omni.cpu.products import takes_bf16, use_fast
+from omni.cpu.step import prepare
 from omni.edit.deltas import Bases, Edits, attach_edits, attached, edited_everywhere
 from omni.engine.client import Pace, Running, WhenFull
 from omni.engine.engine import Engine
@@ -43,7 +45,6 @@ from omni.generate.speech_time import SpeechTime
 from omni.layout import Layout
 from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
 from omni.lora.peft import check_base, load_adapter
-from omni.model.int8 import is_int8, prepare
 from omni.model.linears import base_weight, fuse, has_weight, linears_of
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
@@ -69,19 +70,21 @@ def load_model(
     check_quantize(quantize, str(target))
     check_kernels(kernels)
     starting = threading.Thread(target=compiled.start)
-    if kernels == "measured" and target.type == "cpu":
+    if kernels == "fast" and target.type == "cpu":
         starting.start()  # beside the reading, so that the first question does not wait for it
     loaded = load_folder(folder, device=target, dtype=weights_dtype, quantize=quantize, codec_folder=codec_folder, mute=True)
     loaded.model.eval()
     if chunk_ms is not None:
         loaded.model.set_chunk(chunk_ms)
-    if kernels == "measured" and target.type == "cpu":
-        serve_measured(loaded.model, weights_dtype is None)
+    if kernels == "fast" and target.type == "cpu":
+        if weights_dtype is None and takes_bf16(loaded.model):
+            loaded.model.to(torch.bfloat16)
+            LOG.info("bfloat16, which this processor multiplies faster than float32; dtype float32 keeps float32")
+        use_fast(loaded.model)
         starting.join()
-    elif kernels == "measured" and target.type == "cuda":
+        prepare(loaded.model)
+    elif kernels == "fast" and target.type == "cuda":
         fuse(loaded.model.decoder)
-    if is_int8(loaded.model):
-        prepare()
     return loaded
 
 
@@ -162,7 +165,7 @@ class SpeechLM(Sessions[Session]):
         *,
         quantize: str | None = None,
         codec_folder: str | os.PathLike[str] | None = None,
-        kernels: str = "measured",
+        kernels: str = "fast",
         graph: bool | None = None,
         compile: bool = False,
         chunk_ms: int | None = None,
@@ -175,9 +178,9 @@ class SpeechLM(Sessions[Session]):
                 "nano", where no folder is called so, is the one that ships with the package.
             device: `cpu`, `cuda`, `cuda:1`, `mps`, or `auto` for a GPU where there is one.
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
-            quantize: `int8` for linears and tables in int8 (`omni.model.int8`), on a CPU; a folder in int8 is so anyway.
+            quantize: `int8` for linears and tables in int8 (`omni.cpu.int8`), on a CPU; a folder in int8 is so anyway.
             codec_folder: the codec's weights, where they are not in the folder.
-            kernels: `measured` takes what `omni.cpu.kernels` found faster on this CPU, bfloat16 included; `reference` does not.
+            kernels: `fast` takes what is faster by the rule of `omni.cpu.products`, bfloat16 included; `reference` does not.
             chunk_ms: how much of a question a chunked encoder hears at once, 0 for all of it; None for what is stored.
         """
         start = time.perf_counter()

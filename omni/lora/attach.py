@@ -20,7 +20,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -243,19 +243,9 @@ def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _alone(change: _F) -> _F:
-    """Decorator: runs a function in one thread at a time."""
-
-    @functools.wraps(change)
-    def locked(*args: Any, **values: Any) -> Any:
-        with CHANGING:
-            return change(*args, **values)
-
-    return cast(_F, locked)
-
-
 def changing(change: _F) -> _F:
-    """Decorator: as `_alone`, for what changes the adapters of a model, its first argument; it is counted (`changes`)."""
+    """Decorator for what changes the adapters of a model, its first argument: in one thread at a time, and counted
+    (`changes`)."""
 
     @functools.wraps(change)
     def counted(model: nn.Module, *args: Any, **values: Any) -> Any:
@@ -331,7 +321,7 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
         raise UserError(f"adapter {name!r}: {why}")
     if name in adapter_names(model):
         raise UserError(f"adapter {name!r} is there already; remove it first, or choose another name")
-    linears, present = linears_of(model), adapted(model)
+    linears = linears_of(model)
     for target, pair in pairs.items():
         if target == TEXT_HEAD and target not in linears:
             raise UserError(
@@ -349,22 +339,26 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
             )
         if outputs < linear.out_features:
             pair.b = nn.Parameter(torch.cat([pair.b.detach(), pair.b.new_zeros(linear.out_features - outputs, rank)]))
-    active = next((part.active for part in present.values()), Active())
+    active = _add_hooks(model, pairs)
     for target, pair in pairs.items():
-        host: Any = linears[target]
-        if target not in present:
-            _add_hook(host, active)
-        host.lora.add_module(name, pair.train(host.training))
+        linears[target].lora.add_module(name, pair.train(linears[target].training))  # type: ignore[union-attr, operator]
     active.names = (*active.names, name)
 
 
-def _add_hook(linear: Any, active: Active) -> None:
-    linear.lora = Adapters(active)
-    linear.register_forward_hook(_add, with_kwargs=True)
+def _add_hooks(model: nn.Module, targets: Iterable[str]) -> Active:
+    """Give linears that have no pairs yet what adds them to their outputs; returns what is active in the model."""
+    present = adapted(model)
+    active = next((part.active for part in present.values()), Active())
+    for target in targets:
+        if target not in present:
+            linear: Any = linear_of(model, target)
+            linear.lora = Adapters(active)
+            linear.register_forward_hook(_add, with_kwargs=True)
+    return active
 
 
 def _remove_hook(linear: nn.Module) -> None:
-    """Undo `_add_hook` on a linear that has no pairs any more."""
+    """Undo `_add_hooks` on a linear that has no pairs any more."""
     part = getattr(linear, "lora", None)
     if not isinstance(part, Adapters) or part.names or part.attached:
         return
@@ -399,31 +393,28 @@ def kept(model: nn.Module, rows: Sequence[RowSelection]) -> Iterator[None]:
             used.remove(name)
 
 
-@_alone
 def attach_pairs(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None:
     """Attach pairs to linears until `detach`; they act on the rows whose `RowSelection` names them."""
-    present = adapted(model)
-    active = next((part.active for part in present.values()), Active())
-    for target, pair in pairs.items():
-        linear: Any = linear_of(model, target)
-        if target not in present:
-            _add_hook(linear, active)
-        linear.lora.attached = {**linear.lora.attached, name: pair}
+    with CHANGING:
+        _add_hooks(model, pairs)
+        parts = adapted(model)
+        for target, pair in pairs.items():
+            parts[target].attached = {**parts[target].attached, name: pair}
 
 
-@_alone
 def detach(model: nn.Module, name: str) -> None:
     """Undo `attach_pairs` completely."""
-    _set_everywhere(model, tuple(n for n in active_edits(model) if n != name))
-    for target, part in adapted(model).items():
-        part.attached = {n: pair for n, pair in part.attached.items() if n != name}
-        _remove_hook(linear_of(model, target))
+    with CHANGING:
+        _set_everywhere(model, tuple(n for n in active_edits(model) if n != name))
+        for target, part in adapted(model).items():
+            part.attached = {n: pair for n, pair in part.attached.items() if n != name}
+            _remove_hook(linear_of(model, target))
 
 
-@_alone
 def activate_edits(model: nn.Module, name: str) -> None:
     """Apply attached edits to every row, whatever adapters it has."""
-    _set_everywhere(model, (*active_edits(model), name))
+    with CHANGING:
+        _set_everywhere(model, (*active_edits(model), name))
 
 
 def active_edits(model: nn.Module) -> tuple[str, ...]:

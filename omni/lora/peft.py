@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.places import ADAPTER_CONFIG
-from omni.checkpoint.tensors import FileStamp, open_safetensors, read_json, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.tensors import FileStamp, open_safetensors, read_safetensors, write_file, write_safetensors
 from omni.config import ModelConfig
 from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import our_name, their_name
 from omni.convert.lazy import Lazy, joined
 from omni.errors import UserError
-from omni.files import replacing_folder
+from omni.files import read_json, replacing_folder
 from omni.lora.attach import fits
 from omni.lora.config import LoRAConfig
 from omni.lora.weights import AdapterWeights

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import DecoderConfig
-from omni.cpu.kernels import Kernels, apply
+from omni.cpu.int8 import Normed, normed, together
+from omni.cpu.products import apply
 from omni.model.attention import PackedRows, attention
-from omni.model.int8 import Normed, normed, together
 from omni.model.kv_cache import Cache
 from omni.model.linears import fused_product
 from omni.model.recompute import selectively
@@ -88,7 +88,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention, without a cache or with one that is passed in."""
 
-    kernels: Kernels | None = None
+    fast = False
     TOGETHER = ("q", "k", "v")
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -107,7 +107,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         whole, many = _side_by_side(x, self.q, self.k, self.v), self.heads + self.kv_heads
         if whole is None:
-            q, k, v = (apply(self.kernels, part, _whole(x)) for part in (self.q, self.k, self.v))
+            q, k, v = (apply(self.fast, part, _whole(x)) for part in (self.q, self.k, self.v))
             both = torch.cat([q, k], dim=2)
         else:
             both, v = whole.split([many * self.head_dim, self.kv_heads * self.head_dim], -1)
@@ -133,13 +133,13 @@ class Attention(nn.Module):
             y = attention(q.transpose(1, 2), k, v, mask, mask is None, group > 1).transpose(1, 2)
         y = y.reshape(b, t, -1)
         out = together(y, self.out)
-        return apply(self.kernels, self.out, y) if out is None else out
+        return apply(self.fast, self.out, y) if out is None else out
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
-    kernels: Kernels | None = None
+    fast = False
     TOGETHER = ("gate", "up")
 
     def __init__(self, width: int, hidden: int, out: int | None = None, bias: bool = False) -> None:
@@ -151,13 +151,13 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor | Normed) -> Tensor:
         whole = _side_by_side(x, self.gate, self.up)
         if whole is None:
-            gate, up = (apply(self.kernels, part, _whole(x)) for part in (self.gate, self.up))
+            gate, up = (apply(self.fast, part, _whole(x)) for part in (self.gate, self.up))
             inner = F.silu(gate) * up
         else:
             gate, up = whole.chunk(2, -1)
             inner = F.silu(gate).mul_(up)  # nothing is differentiated where they are one
         out = together(inner, self.down)
-        return apply(self.kernels, self.down, inner) if out is None else out
+        return apply(self.fast, self.down, inner) if out is None else out
 
 
 def _side_by_side(x: Tensor | Normed, *linears: nn.Linear) -> Tensor | None:

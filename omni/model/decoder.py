@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import DecoderConfig
-from omni.cpu.kernels import Kernels, StepShape, apply, multiply
+from omni.cpu.int8 import Int8Embedding
+from omni.cpu.products import apply, product
+from omni.cpu.step import DecoderStep
 from omni.layout import Layout
 from omni.model.attention import PackedRows, multiplied_in, takes_packed
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
-from omni.model.int8 import Int8Embedding
 from omni.model.kv_cache import Cache, KVCache
 from omni.model.linears import dense_weight, is_quantized
 from omni.model.recompute import Recompute, run_block
-from omni.model.step import DecoderStep, step_shape
 
 
 class Hidden(NamedTuple):
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
     stream's own id happens here and nowhere else.
     """
 
-    kernels: Kernels | None = None
+    fast = False
 
     def __init__(self, config: DecoderConfig, layout: Layout) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ class Decoder(nn.Module):
         if (input_pos is None) != (cache is None):
             present, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
             raise ValueError(f"{present} was given without {absent}: give both to generate over a cache, or neither to train")
-        if input_pos is not None and isinstance(cache, KVCache) and positions is None:
-            stepped = self._step(self, tokens, features, feature_index, input_pos, cache)
+        if input_pos is not None and isinstance(cache, KVCache) and positions is None and features is None:
+            stepped = self._step(self, tokens, input_pos, cache)
             if stepped is not None:
                 return Hidden(*stepped)
         x = self.embed(tokens, features, feature_index)
@@ -173,10 +173,6 @@ class Decoder(nn.Module):
     ) -> Tensor:
         return run_block(block, self.checkpointing if cache is None else False, x, rope, mask, cache, layer)
 
-    def step_shape(self) -> StepShape | None:
-        """Key of a step of its blocks in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
-        return step_shape(self.blocks[0]) if len(self.blocks) else None
-
     # --- heads -----------------------------------------------------------------------------------------------------
 
     @property
@@ -204,15 +200,15 @@ class Decoder(nn.Module):
         if (compiled := self._step.logits(self, head, hidden.text)) is not None:
             return compiled
         if self.text_head is not None:
-            return apply(self.kernels, self.text_head, hidden.text)
+            return apply(self.fast, self.text_head, hidden.text)
         if isinstance(self.text_embedding, Int8Embedding):
             return self.text_embedding.head()(hidden.text)
-        return multiply(self.kernels, hidden.text, self.text_weight)
+        return product(self.fast, hidden.text, self.text_weight)
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
         """[..., sum of the audio vocabularies]; `split_audio` splits it by stream."""
         compiled = self._step.logits(self, self.audio_head, hidden.audio)
-        return apply(self.kernels, self.audio_head, hidden.audio) if compiled is None else compiled
+        return apply(self.fast, self.audio_head, hidden.audio) if compiled is None else compiled
 
     def split_audio(self, logits: Tensor) -> Iterator[Tensor]:
         for low, high in pairwise(self.audio_offsets):

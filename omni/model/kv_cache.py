@@ -219,18 +219,17 @@ class KVCache:
         return mask | (now < 0)  # padding attends to everything: its result is not used, but must not become NaN
 
     def write_slots_and_mask(self, input_pos: Tensor) -> Tensor:
-        """`begin_forward` on a CPU, compiled, with a mask [B, 1, T, S] that is added to the scores: 0, or minus
-        infinity. Few of PyTorch's operations are used: in each the thread gives up the interpreter's lock."""
+        """`begin_forward` of one column [B, 1] on a CPU, compiled, with a mask [B, 1, 1, S] that is added to the scores: 0, or
+        minus infinity. Few of PyTorch's operations are used: in each the thread gives up the interpreter's lock."""
         rows = np.arange(self.rows) if self._rows is None else self._rows.numpy()
-        now, (batch, columns) = np.ascontiguousarray(input_pos.numpy().reshape(-1)), input_pos.shape
-        if batch != len(rows) or (not self.ring and now.max() >= self.slots) or (self.ring and columns > self.chunk):
+        now = np.ascontiguousarray(input_pos.numpy()[:, 0])
+        if len(now) != len(rows) or (not self.ring and now.max() >= self.slots):
             self.begin_forward(input_pos)  # which says what is wrong
         self.clean()
         mask, writes = np.empty((len(now), self._visible), np.float32), np.empty(len(now), np.int64)
-        every = np.repeat(rows, columns)
-        compiled.place(now, every, self.positions.numpy(), self.ring, self.window or 0, writes, mask)
+        compiled.place(now, rows, self.positions.numpy(), self.ring, self.window or 0, writes, mask)
         self._writes = torch.from_numpy(writes)
-        return torch.from_numpy(mask.reshape(batch, 1, columns, -1))
+        return torch.from_numpy(mask[:, None, None])
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):

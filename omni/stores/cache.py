@@ -26,6 +26,7 @@ from pathlib import Path
 
 from omni.errors import UserError
 from omni.files import FULL, cache_folder, replacing
+from omni.stores.tries import number_of
 
 try:
     import fcntl
@@ -54,14 +55,7 @@ class CacheError(UserError):
 
 def limit_bytes() -> int:
     """Most bytes of the cache: `OMNI_CACHE_GB`, in GB; with 0 no data are kept, and what comes as a whole is refused."""
-    setting = os.environ.get("OMNI_CACHE_GB", "")
-    try:
-        value = float(setting or DEFAULT_GB)
-        if not 0 <= value < 1e9:
-            raise ValueError
-    except ValueError:
-        raise UserError(f"OMNI_CACHE_GB is {setting!r:.40}; give gigabytes, such as {DEFAULT_GB:g}") from None
-    return int(value * 1e9)
+    return int(number_of("OMNI_CACHE_GB", DEFAULT_GB, lambda value: 0 <= value < 1e9, "gigabytes") * 1e9)
 
 
 def _amount(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Requests to stores through fsspec: list a folder, look at an object, read a range of it, write one. Nothing else imports it.
+"""Requests to stores through fsspec: list a folder, look at an object, read a range of it, write one.
 
 Each is made again while its failure may pass (`omni.stores.tries`); no driver tries again by itself, and none waits longer than
 `stall_seconds` for a byte. Credentials are looked for as each store's own tools do.
@@ -8,16 +8,17 @@ What is tested is `s3://`, against a server that speaks S3, and `http(s)://`. Th
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any
 
 from omni.errors import PackageError, UserError, closest
-from omni.stores.tries import ChangedError, MissingError, is_short, stall_seconds, tried
+from omni.stores.tries import ChangedError, MissingError, stall_seconds, tried
 from omni.utils.remote import shown
 
 SLOWEST = 64 << 10
@@ -160,7 +161,9 @@ def list_objects(address: str, deep: bool = False) -> list[StoredObject]:
 
     base = address.rstrip("/") + "/"
     infos = [info for info in tried(work, address, "listed") if info.get("type") == "file"]
-    objects = [_object(_address(scheme, str(info["name"])), info) for info in infos]
+    names = [str(info["name"]) for info in infos]
+    addresses = [name if "://" in name else f"{scheme}://{name}" for name in names]
+    objects = [_object(address, info) for address, info in zip(addresses, infos, strict=True)]
     objects = [stored for stored in objects if stored.address.startswith(base) and not stored.address.endswith("/")]
     if not objects:
         raise MissingError(f"{shown(address)} is not there, or holds nothing: check the name")
@@ -213,22 +216,26 @@ def read_range(of: StoredObject, start: int, stop: int) -> bytes:
             data = data[start:stop]
         if len(data) > stop - start:
             raise ChangedError(f"{of} has changed, or was replaced, since it was listed: run the same command again")
-        is_short(data, stop - start, of.address)
+        if len(data) < stop - start:  # the connection was cut
+            raise ConnectionError(errno.ECONNRESET, f"{len(data)} bytes of {stop - start} came from {of}")
         return data
 
     return tried(work, of.address)
 
 
-def write_object(file: str | os.PathLike[str], address: str) -> None:
-    """Write a local file to an address, replacing what is there; UserError where that is refused, or goes on failing."""
+def write_object(source: bytes | str | os.PathLike[str], address: str) -> None:
+    """Write a local file, or bytes, to an address, replacing what is there; UserError where that is refused, or goes on
+    failing."""
     check_writable(address)
-    tried(lambda: _system(scheme_of(address)).put_file(os.fspath(file), address), address, "written")
 
+    def work() -> None:
+        system = _system(scheme_of(address))
+        if isinstance(source, bytes):
+            system.pipe_file(address, source)
+        else:
+            system.put_file(os.fspath(source), address)
 
-def write_bytes(data: bytes, address: str) -> None:
-    """Write a small object, as `write_object` does."""
-    check_writable(address)
-    tried(lambda: _system(scheme_of(address)).pipe_file(address, data), address, "written")
+    tried(work, address, "written")
 
 
 def check_writable(address: str) -> None:
@@ -265,10 +272,6 @@ def _system(scheme: str) -> Any:
     if scheme == "s3":
         system.retries = 1
     return system
-
-
-def _address(scheme: str, name: str) -> str:
-    return name if "://" in name else f"{scheme}://{name}"
 
 
 def _object(address: str, info: Mapping[str, Any]) -> StoredObject:
@@ -310,34 +313,9 @@ def _near(address: str) -> str:
     if not lists(address) or "://" not in folder:
         return ""
     try:
-        infos = _system(scheme_of(address)).ls(folder, detail=True)
-        names = [str(info["name"]).rstrip("/").rpartition("/")[2] for info in infos]
+        infos = _system(scheme_of(address)).ls(folder, detail=False)
+        names = [str(name).rstrip("/").rpartition("/")[2] for name in infos]
     except Exception:  # the hint alone is lost
         return ""
     close = get_close_matches(address.rpartition("/")[2], names, n=1, cutoff=0.6)
     return f"; did you mean {shown(join(folder, close[0]))}?" if close else ""
-
-
-def register(protocol: str, look: Callable[[str], StoredObject], opened: Callable[[StoredObject], Any]) -> None:
-    """Make objects known to libraries that open files by fsspec themselves: by a URL of this protocol, as `look` finds them.
-
-    Args:
-        look: finds the object of a URL, which is given without its protocol.
-        opened: opens one for reading, as binary.
-    """
-    import fsspec
-
-    class StoreFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
-        def info(self, path: str, **options: Any) -> dict[str, Any]:
-            name = path.removeprefix(f"{protocol}://")
-            stored = look(name)
-            return {"name": name, "size": stored.size, "type": "file", "ETag": stored.version}
-
-        def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-            return [self.info(path) if detail else self.info(path)["name"]]
-
-        def open(self, path: str, mode: str = "rb", *unused: Any, **options: Any) -> Any:
-            return opened(look(path.removeprefix(f"{protocol}://")))
-
-    StoreFiles.protocol = protocol
-    fsspec.register_implementation(protocol, StoreFiles, clobber=True)

@@ -6,10 +6,12 @@ quoted as one name, without a character that libraries take for a folder or a pa
 
 from __future__ import annotations
 
-from functools import cache
+from typing import Any
 from urllib.parse import quote, unquote
 
-from omni.stores.drivers import StoredObject, register
+import fsspec
+
+from omni.stores.drivers import StoredObject
 from omni.stores.reading import ObjectReader, looked_up
 
 PROTOCOL = "omni-store"
@@ -19,16 +21,29 @@ _known: dict[str, StoredObject] = {}
 
 def url_of(stored: StoredObject) -> str:
     """The URL by which fsspec opens an object in this process, without looking at it again."""
-    _registered()
     _known[stored.address] = stored
     return f"{PROTOCOL}://{quote(stored.address, safe='')}"
 
 
-@cache
-def _registered() -> None:
-    register(PROTOCOL, _look, ObjectReader)
-
-
-def _look(name: str) -> StoredObject:
-    address = unquote(name)
+def _object_of(url: str) -> StoredObject:
+    address = unquote(url.removeprefix(f"{PROTOCOL}://"))
     return _known[address] if address in _known else looked_up(address)
+
+
+class StoreFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """fsspec's interface to objects by their URL."""
+
+    protocol = PROTOCOL
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        stored = _object_of(path)
+        return {"name": path.removeprefix(f"{PROTOCOL}://"), "size": stored.size, "type": "file", "ETag": stored.version}
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        return [self.info(path) if detail else self.info(path)["name"]]
+
+    def open(self, path: str, mode: str = "rb", *unused: Any, **options: Any) -> Any:
+        return ObjectReader(_object_of(path))
+
+
+fsspec.register_implementation(PROTOCOL, StoreFiles, clobber=True)

@@ -72,18 +72,6 @@ class HubAddress:
         return f"{constants.ENDPOINT}/{self.repo}"
 
 
-@dataclass(frozen=True)
-class HubRepository:
-    """A repository as it is now.
-
-    Attributes:
-        commit: of the revision that was asked for.
-    """
-
-    private: bool
-    commit: str
-
-
 def parse_hub(address: str) -> HubAddress | None:
     """The parts of an address of a model at the hub; None for any other address."""
     match = MODEL.fullmatch(address)
@@ -103,12 +91,14 @@ def snapshot(at: HubAddress) -> Path:
         UserError: it cannot be read, or lists files that are not read.
     """
     options, api = _options(at), _hub().HfApi()
+    from huggingface_hub import constants
+
     tries = LOOKS if _kept(at) else TRIES
     try:
         info = _asked(at, lambda: api.repo_info(at.repo, revision=at.revision, timeout=stall_seconds()), tries=tries)
     except UserError as error:
         kept = _kept(at)
-        if kept is None or not (error.again or _offline()):
+        if kept is None or not (error.again or constants.HF_HUB_OFFLINE):
             raise
         LOG.warning("%s: the hub is not reached, and what is in the cache is used (%s)", at, kept)
         return _checked(at, kept)
@@ -181,25 +171,12 @@ def account(at: HubAddress) -> str:
     return str(_asked(at, lambda: _hub().HfApi().whoami(), "written")["name"])
 
 
-def find_repository(at: HubAddress, main: bool = False) -> HubRepository | None:
-    """A repository as it is now; None where there is none that is seen with this token.
-
-    Args:
-        main: look at the branch main, whatever the address says.
-
-    Raises:
-        UserError: the hub is not reached, or the revision is not there.
-    """
-    api, revision = _hub().HfApi(), None if main else at.revision
-    from huggingface_hub.errors import RevisionNotFoundError
-
+def is_private(at: HubAddress) -> bool | None:
+    """Whether a repository is private; None where there is none that is seen with this token."""
     try:
-        info = _asked(at, lambda: api.repo_info(at.repo, revision=revision, timeout=stall_seconds()), "written")
-    except MissingError as error:
-        if isinstance(error.__cause__, RevisionNotFoundError):
-            raise
+        return bool(_asked(at, lambda: _hub().HfApi().repo_info(at.repo, timeout=stall_seconds()), "written").private)
+    except MissingError:
         return None
-    return HubRepository(bool(info.private), str(info.sha))
 
 
 def check_card(at: HubAddress, card: str) -> None:
@@ -255,12 +232,6 @@ def _hub() -> Any:
     except ImportError as error:
         raise PackageError('hf:// needs the package huggingface_hub: pip install "omni-speech[hub]"') from error
     return huggingface_hub
-
-
-def _offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _bars() -> Any:

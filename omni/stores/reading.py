@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +53,6 @@ NAME = 60
 # --- whole files and folders --------------------------------------------------------------------------------------------
 
 _fetched: dict[tuple[str, bool], Path] = {}
-_listed: dict[str, list[StoredObject]] = {}
 
 
 def local_path(path: str | os.PathLike[str], again: bool = False, pointers: bool = False) -> Path:
@@ -92,18 +92,8 @@ def _objects(address: str) -> list[StoredObject]:
     return [look_up(join(address, str(name))) for name in (CONFIG, *names)]
 
 
-def listed(address: str) -> list[StoredObject]:
-    """The objects in a folder, looked at once in a process; see `omni.stores.drivers.list_objects`."""
-    if address not in _listed:
-        _listed[address] = list_objects(address)
-    return _listed[address]
-
-
-def looked_up(address: str) -> StoredObject:
-    """An object, looked at once in a process; see `omni.stores.drivers.look_up`."""
-    if address not in _listed:
-        _listed[address] = [look_up(address)]
-    return _listed[address][0]
+listed, looked_up = cache(list_objects), cache(look_up)
+"""`list_objects` and `look_up` (`omni.stores.drivers`), which ask for an address once in a process."""
 
 
 def local_file(stored: StoredObject) -> Path:
@@ -303,32 +293,17 @@ class ObjectReader(io.RawIOBase):
         return key_of(self.of.address, self.of.size, self.of.version, number, BLOCK)
 
 
-class _Guarded(io.RawIOBase):
+class _Guarded(ObjectReader):
     """An object for a library in C, through which no exception passes: it ends where it cannot be read; `failure` says why."""
 
-    def __init__(self, reader: ObjectReader) -> None:
-        super().__init__()
-        self._reader = reader
-        self.failure: Exception | None = None
+    failure: Exception | None = None
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._reader.tell()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._reader.seek(offset, whence)
-
-    def readinto(self, buffer: Any) -> int:
+    def read(self, size: int | None = -1) -> bytes:
         try:
-            return self._reader.readinto(buffer)
+            return super().read(size)
         except Exception as error:
             self.failure = error
-            return 0
+            return b""
 
 
 @contextmanager
@@ -338,7 +313,7 @@ def guarded(stored: StoredObject) -> Iterator[BinaryIO]:
     Raises:
         StoreError: at the end of the context, where a part could not be read: whatever the library made of it.
     """
-    raw = _Guarded(ObjectReader(stored))
+    raw = _Guarded(stored)
     try:
         yield io.BufferedReader(raw)
     finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
+import math
 import os
 import random
 import re
@@ -47,14 +47,19 @@ class ChangedError(StoreError):
 
 def stall_seconds() -> float:
     """Seconds without a byte after which a request counts as failed: `OMNI_STORE_TIMEOUT`, 15 by default."""
-    setting = os.environ.get("OMNI_STORE_TIMEOUT", "")
+    return number_of("OMNI_STORE_TIMEOUT", 15, lambda seconds: 0 < seconds < 3600, "seconds above 0")
+
+
+def number_of(variable: str, default: float, fits: Callable[[float], bool], noun: str) -> float:
+    """The number in a variable of the environment; UserError where it is none, or does not fit."""
+    setting = os.environ.get(variable) or str(default)
     try:
-        seconds = float(setting or 15)
+        value = float(setting)
     except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 3600:
-        raise UserError(f"OMNI_STORE_TIMEOUT is {setting!r:.40}; give seconds above 0, such as 15")
-    return seconds
+        value = math.nan
+    if not fits(value):
+        raise UserError(f"{variable} is {setting!r:.40}; give {noun}, such as {default:g}")
+    return value
 
 
 def tried(work: Callable[[], Result], address: str, doing: str = "read", tries: int = TRIES) -> Result:
@@ -181,9 +186,3 @@ def _credentials(scheme: str) -> str:
         "hf": "run `hf auth login`, or set HF_TOKEN",
     }
     return ways.get(scheme, "give an address that needs no password")
-
-
-def is_short(data: bytes, wanted: int, address: str) -> None:
-    """Raise a ConnectionError where fewer bytes came than were asked for: the connection was cut."""
-    if len(data) < wanted:
-        raise ConnectionError(errno.ECONNRESET, f"{len(data)} bytes of {wanted} came from {shown(address)}")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 
@@ -73,7 +75,7 @@ def check_dtype(name: object) -> None:
 
 
 QUANTIZED = ("int8",)
-"""Formats of weights in fewer bits (`omni.model.int8`)."""
+"""Formats of weights in fewer bits (`omni.cpu.int8`)."""
 
 
 def check_quantize(name: object, device: str = "cpu") -> None:
@@ -84,8 +86,8 @@ def check_quantize(name: object, device: str = "cpu") -> None:
         raise UserError(f"quantize {name!r} is for device cpu, not for {device}; leave one of them out")
 
 
-KERNELS = ("measured", "reference")
-"""Forms of products: those that measured fastest on this CPU, or `F.linear` alone (`omni.cpu.kernels`)."""
+KERNELS = ("fast", "reference")
+"""Forms of products and steps: the fastest by the rule of `omni.cpu.products`, or `F.linear` and modules alone."""
 
 
 def check_kernels(name: object) -> None:
@@ -219,9 +221,24 @@ def multiplies_bf16(device: str = "auto") -> bool:
 
     if device in ("cuda", "gpu") or (device == "auto" and torch.cuda.is_available()):
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities() if device in ("auto", "cpu") and hasattr(torch.cpu, "get_capabilities") else {}
-    fast = capabilities.get("avx512_bf16", False) and "Intel" not in capabilities.get("cpu_name", "")
-    return bool(fast or capabilities.get("amx_bf16", False))
+    features = cpu_features() if device in ("auto", "cpu") else {}
+    fast = features.get("avx512_bf16", False) and "Intel" not in features.get("cpu_name", "")
+    return bool(fast or features.get("amx_bf16", False))
+
+
+def cpu_features() -> Mapping[str, Any]:
+    """The processor's name and instructions (`avx2`, `avx512_vnni`, `amx_bf16` ...); empty where PyTorch does not say."""
+    import torch
+
+    return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+
+
+def machine() -> dict[str, str]:
+    """The processor and PyTorch that measurements belong to."""
+    import torch
+
+    name = cpu_features().get("cpu_name") or platform.processor() or platform.machine()
+    return {"processor": str(name), "torch": torch.__version__}
 
 
 def peak_flops(device: torch.device) -> float | None:

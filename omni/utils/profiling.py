@@ -6,11 +6,10 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -74,32 +73,6 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 def timed(work: Callable[[], Any], device: torch.device, repeat: int) -> float:
     """Median seconds of `work` after one warm-up."""
     return statistics.median([seconds_of(work, device) for _ in range(repeat + 1)][1:])
-
-
-Item = TypeVar("Item")
-
-
-def in_turns(
-    works: Mapping[str, Callable[[Item], Any]], items: Sequence[Item], device: torch.device, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each of several works with each given item, `rounds` times after one that is not counted.
-
-    All take an item one right after the other, in every other round in reverse order, so that changes of the machine's speed
-    affect all alike.
-    """
-    spent: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for item in items:
-            for name in works if turn % 2 else reversed(list(works)):
-                seconds = seconds_of(partial(works[name], item), device)
-                if turn:
-                    spent[name].append(seconds)
-    return spent
-
-
-def ratio(taken: Sequence[float], beside: Sequence[float]) -> float:
-    """Median of the ratios of times that were taken in one turn (see `in_turns`)."""
-    return statistics.median(a / b for a, b in zip(taken, beside, strict=True))
 
 
 def load() -> float | None:

@@ -20,10 +20,10 @@ from benchmarks.report import run_checks
 from infer.bench.bench import noise
 from infer.bench.random_model import random_model
 from omni.codec.registry import load_codec
+from omni.cpu.int8 import to_int8
 from omni.errors import UserError
 from omni.generate.question import encode_questions
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8 import to_int8
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY
 from tests.realtime.fake_server import FakeServer, running

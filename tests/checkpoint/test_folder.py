@@ -118,7 +118,7 @@ def forge(place, data: bytes) -> None:
     """Put other weights into a folder, with a size and checksum that fit."""
     (place / WEIGHTS).write_bytes(data)
     config = json.loads((place / CONFIG).read_text())
-    config["files"][WEIGHTS] = {"bytes": len(data), "crc32": module._crc32(place / WEIGHTS)}
+    config["files"][WEIGHTS] = {"bytes": len(data), "crc32": module.crc32_of(place / WEIGHTS)}
     (place / CONFIG).write_text(json.dumps(config))
 
 

@@ -21,11 +21,11 @@ from omni.checkpoint.folder import check_full_precision, load_folder, save_folde
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.convert import omni_folder
 from omni.convert.omni_folder import quantize_folder
+from omni.cpu.int8 import TABLES, Int8Embedding, Int8Linear, is_int8, to_int8
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.model.decoder import Hidden
-from omni.model.int8 import TABLES, Int8Embedding, Int8Linear, is_int8, to_int8
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from omni.utils.profiling import high_water
@@ -159,7 +159,7 @@ def with_tensors(place: Path, change: Any) -> Path:
     tensors = load_file(place / WEIGHTS)
     change(tensors)
     save_file(tensors, place / WEIGHTS)
-    entry = {"bytes": (place / WEIGHTS).stat().st_size, "crc32": folders._crc32(place / WEIGHTS)}
+    entry = {"bytes": (place / WEIGHTS).stat().st_size, "crc32": folders.crc32_of(place / WEIGHTS)}
     return altered(place, lambda data: data["files"].update({WEIGHTS: entry}))
 
 

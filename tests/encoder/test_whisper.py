@@ -12,8 +12,6 @@ import whisper
 from torch import Tensor
 from whisper.model import AudioEncoder
 
-from omni.cpu import compiled
-from omni.cpu.kernels import COMPILED, Kernels, StepKey, Timing
 from omni.encoder.base import collate
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
@@ -68,41 +66,6 @@ def test_variable_equals_whisper_on_each_clip(config: WhisperConfig, ratio: floa
     theirs = whisper_of(encoder)
     wanted = torch.cat([alone(theirs, encoder.config.features(clip)) for clip in clips()])
     assert_near(run(encoder, clips()), wanted)
-
-
-@pytest.mark.parametrize("config", [SMALL, WIDE, replace(SMALL, mode="padded")], ids=["small", "wide", "padded"])
-def test_compiled_equals_whisper_on_each_clip(config: WhisperConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same in any company, also beside a clip of NaN."""
-    encoder, called = WhisperEncoder(config), list[str]()
-    theirs, shape = whisper_of(encoder), encoder.compiled_shape()
-    real = compiled.encoder
-    monkeypatch.setattr(compiled, "encoder", lambda *given: called.append("once") or real(*given))
-    assert shape is not None
-    encoder.kernels = Kernels({}, {StepKey(torch.get_num_threads(), "encoder", shape): Timing(COMPILED, 1.0, 2.0)})
-    wanted = [alone(theirs, encoder.config.features(clip))[: encoder.config.frames(len(clip))].detach() for clip in clips()]
-    with torch.inference_mode():
-        found = run(encoder, clips())
-        assert called == ["once"]
-        assert_near(found, torch.cat(wanted))
-        again = run(encoder, [*clips()[:3], torch.full((5000,), float("nan")), *clips()[3:]])
-        frames = [encoder.config.frames(count) for count in (*SAMPLES[:3], 5000, *SAMPLES[3:])]
-        pieces = again.split(frames)
-        assert_near(torch.cat([*pieces[:3], *pieces[4:]]), found)
-        assert pieces[3].isnan().all()
-        assert_near(run(encoder, clips()[1:2]), wanted[1])
-    called.clear()
-    assert run(encoder, clips()).requires_grad and not called
-    handle = encoder.whisper.blocks[0].attn.value.register_forward_hook(lambda module, given, out: 2 * out)
-    with torch.inference_mode():
-        changed = run(encoder, clips())
-        assert not called and not torch.allclose(changed, found)
-        handle.remove()
-        encoder.whisper.ln_post.weight.mul_(2)
-        encoder.whisper.blocks[0].attn.value.weight.zero_()
-        later = run(encoder, clips())
-        encoder.kernels = None
-        assert called and not torch.allclose(later, found)
-        assert_near(later, run(encoder, clips()))
 
 
 @CONFIGS

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from omni.cpu.kernels import COMPILED, Kernels, StepKey, Timing, use_kernels
+from omni.cpu.int8 import to_int8
+from omni.cpu.products import use_fast
 from omni.edit.deltas import Delta, Edits
 from omni.engine import client, schedule
 from omni.engine.slots import Slots
@@ -21,7 +22,6 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
-from omni.model.int8 import to_int8
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 
 QUESTIONS: list[tuple[Any, str]] = [
@@ -82,10 +82,7 @@ def model(kind: str) -> SpeechLM:
     for name in ("warm", "cold"):
         add_adapter(lm.model, LoRAConfig(("decoder.blocks.1.*" if compiled else "decoder.blocks.*",), rank=2), name)
     if compiled:
-        shape, timing = lm.model.decoder.step_shape(), Timing(COMPILED, 1.0, 2.0)
-        use_kernels(
-            lm.model, Kernels({}, {StepKey(torch.get_num_threads(), part, shape): timing for part in ("step", "prefill")})
-        )
+        use_fast(lm.model)
     with torch.no_grad():
         for name, p in lm.model.named_parameters():
             if ".lora." in name:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni.cpu.kernels import Kernels, use_kernels
+from omni.cpu.int8 import to_int8
+from omni.cpu.products import use_fast
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8 import to_int8
 from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.session_toys import ASKED, TALKATIVE
@@ -48,7 +48,7 @@ def test_twenty_threads_of_five_turns_equal_their_solo_runs(numbers: str) -> Non
     lm = make_lm(LAYOUTS["pad"])
     if numbers == "int8":
         to_int8(lm.model)
-    use_kernels(lm.model, Kernels({}))  # as a model that serves
+    use_fast(lm.model)  # as a model that serves
     alone = [talk(lm, number) for number in range(THREADS)]
     together: list[list[Any] | None] = [None] * THREADS
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from omni.cpu.int8 import Int8Embedding, Int8Linear, to_int8
 from omni.edit.deltas import Delta, Edits, edited_everywhere
 from omni.edit.storage import load_edits, save_edits
 from omni.errors import UserError
@@ -19,7 +20,6 @@ from omni.lora.attach import activate, add_adapter, attach
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter, save_adapter
 from omni.lora.weights import weights_of
-from omni.model.int8 import Int8Embedding, Int8Linear, to_int8
 from omni.model.linears import base_checksum
 from tests.generate.conftest import make_lm, make_model, tone
 

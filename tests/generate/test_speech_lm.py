@@ -14,6 +14,7 @@ import omni
 from omni.audio.io import audio_info, read_audio
 from omni.checkpoint.folder import save_folder
 from omni.codec.registry import CODECS, CodecSpec
+from omni.cpu.int8 import Int8Linear
 from omni.engine.client import Running
 from omni.errors import UserError
 from omni.generate.options import GREEDY, AnswerOptions, OptionValues
@@ -21,7 +22,6 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.model.int8 import Int8Linear
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, tone
 

@@ -291,7 +291,7 @@ def test_the_command_plays_sessions_and_draws_the_curve(
     assert found["lateness"]["count"] > 0 and found["answers"] > 0
     assert found["overhead"] == pytest.approx(found["engine_cpu"] * found["seconds"] / 10 / 1e-3)
     (engine,) = made
-    wanted = {"slots": 3, "threads": 1, "quantize": "int8", "dtype": "float32", "device": "cpu", "kernels": "measured"}
+    wanted = {"slots": 3, "threads": 1, "quantize": "int8", "dtype": "float32", "device": "cpu", "kernels": "fast"}
     assert wanted.items() <= engine.started.items()
     assert [given for name, given in engine.log if name == "engine.measure"] == [([1, 2, 3],)]
     assert engine.log[-1][0] == "closed" and (tmp_path / "curve.png").is_file()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from omni.checkpoint.folder import load_folder
+from omni.cpu.int8 import is_int8
 from omni.generate.speech_lm import SpeechLM
-from omni.model.int8 import is_int8
 from omni.utils.hardware import find_device
 from tests.infer.conftest import write_question
 

@@ -112,10 +112,7 @@ class Chooser:
             squares = torch.stack([table.diagonal().float() for table in (gramian, *(other.gramian() for other in others))])
             present = present & squares.isfinite().all(0)
             zero = present & (squares == 0).all(0)
-            length = gramian.diagonal().clamp_min(0).sqrt()
-            norms = torch.where(present, length, torch.nan).float()
-            pairs = present[:, None] & present & (length[:, None] * length > 0)
-            cosines = torch.where(pairs, gramian / (length[:, None] * length), torch.nan).float().clamp(-1, 1)
+            norms, cosines = norms_and_cosines(gramian, present)
         self.last = asked = present & ~zero
         weights = torch.zeros(m, dtype=torch.float64)
         if asked.any():
@@ -298,6 +295,18 @@ class Balancer(Chooser):
         return report
 
 
+def norms_and_cosines(gramian: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms [m] of gradients and cosines [m, m] between them, by their inner products; nan for absent tasks, and cosines with
+    a zero gradient."""
+    length = gramian.diagonal().clamp_min(0).sqrt()
+    lengths = length[:, None] * length
+    pairs = present[:, None] & present & (lengths > 0)
+    return (
+        torch.where(present, length, torch.nan).float(),
+        torch.where(pairs, gramian / lengths, torch.nan).float().clamp(-1, 1),
+    )
+
+
 def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
     """Build the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
     return Bilevel(config, tasks) if config.spec.bilevel else Balancer(config, tasks)
@@ -331,10 +340,10 @@ class Bilevel(Chooser):
             run: calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
             settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
         """
+        settings = self.config.values
         step = BilevelStep(
-            len(self.tasks), inner, outer, list(parameters), lr, self.ahead(), self.config.values, self.state, self.steps,
-            reduce, run, settled,
-        )  # fmt: skip
+            inner, outer, list(parameters), lr, self.ahead(), settings, self.state, self.steps, reduce, run, settled
+        )
         with step.restored():
             return self._step(*self.config.spec.rule(step))
 
@@ -352,11 +361,9 @@ class Bilevel(Chooser):
         m = len(present)
         norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
         if rows is not None:
-            gramian = rows.gramian()
-            norms = gramian.diagonal().clamp_min(0).sqrt()
-            cosines = (gramian / (norms[:, None] * norms).clamp_min(1e-300)).clamp(-1, 1)
+            norms, cosines = norms_and_cosines(rows.gramian(), torch.ones_like(present))
         weights = torch.where(present, self._logits().softmax(0), 0.0)
-        return BalanceReport(weights, norms.float(), cosines.float(), (~present).long(), torch.zeros(m, dtype=torch.int64))
+        return BalanceReport(weights, norms, cosines, (~present).long(), torch.zeros(m, dtype=torch.int64))
 
 
 class FeatureHook:

@@ -11,55 +11,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.balance.registry import Setting, Values, rate, register_method
+from train.balance.registry import Setting, rate, register_method
 from train.balance.rows import Rows, State, Sum, alone, is_sharded, local, put_gradients, summed, take_gradients
 from train.balance.solvers import like, on_simplex, quadratic, solved, to_array
 
 Batch = Callable[[], "Tensor | Sequence[Tensor]"]
 
 
+@dataclass
 class BilevelStep:
     """A step of a bilevel method: computes gradients, and moves and restores the parameters.
 
-    Args:
-        tasks: their number, m, and `weights` [m].
+    Attributes:
         inner, outer: the batches.
+        weights: of the tasks, [m].
         settings, state, steps: all settings of the method, its state, and the steps before this one.
         run, settled: see `train.balance.balancer.Bilevel.update_weights`.
-
-    Attributes:
         result: the combined gradient [P], which a method that gives a direction (not `linear`) sets.
     """
 
-    def __init__(
-        self,
-        tasks: int,
-        inner: Batch,
-        outer: Batch,
-        parameters: list[nn.Parameter],
-        lr: float,
-        weights: Tensor,
-        settings: Mapping[str, Any],
-        state: State,
-        steps: int,
-        reduce: Sum,
-        run: Callable[[Tensor], None],
-        settled: Callable[[], None],
-    ) -> None:
-        self.tasks, self.inner, self.outer, self.parameters, self.lr = tasks, inner, outer, parameters, lr
-        self.weights, self.settings, self.state, self.steps = weights, settings, state, steps
-        self.reduce, self.run, self.settled = reduce, run, settled
-        self.start = [local(p).detach().clone() for p in parameters]
-        self.result: Tensor | None = None
-        self.sharded = is_sharded(parameters)
-        self.total = reduce if self.sharded else alone
-        self.summed = self.sharded or run is not torch.Tensor.backward
+    inner: Batch
+    outer: Batch
+    parameters: list[nn.Parameter]
+    lr: float
+    weights: Tensor
+    settings: Mapping[str, Any]
+    state: State
+    steps: int
+    reduce: Sum
+    run: Callable[[Tensor], None]
+    settled: Callable[[], None]
+    result: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.start = [local(p).detach().clone() for p in self.parameters]
+        sharded = is_sharded(self.parameters)
+        self.total = self.reduce if sharded else alone
+        self.summed = sharded or self.run is not torch.Tensor.backward
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -109,7 +104,7 @@ class BilevelStep:
         """One gradient per task, and the losses, [m]."""
         gradients: list[Tensor] = []
         values = torch.zeros(0)
-        for task in range(self.tasks):
+        for task in range(len(self.weights)):
             losses = batch()
             values = summed(losses, self.reduce)
             self.run(losses[task])
@@ -162,9 +157,8 @@ def autolambda(step: BilevelStep) -> OuterGradient:
     step.restore()
     step.move(-size * ahead)
     down = step.values(step.inner)
-    change = (up - down)[present] / (2 * size)
-    shares = weights[present]
-    return OuterGradient(-step.lr * shares * (change - (weights[present] * change).sum()), present, None)
+    change, shares = (up - down)[present] / (2 * size), weights[present]
+    return OuterGradient(-step.lr * shares * (change - (shares * change).sum()), present, None)
 
 
 @register_method(
@@ -197,12 +191,6 @@ def moml(step: BilevelStep) -> OuterGradient:
     return OuterGradient(chosen @ table, present, above)
 
 
-def _forum_passes(m: int, rest: float, settings: Values) -> tuple[float, float]:
-    """Inner steps, one loss at their end, outer gradients."""
-    steps = float(settings["inner_steps"])
-    return steps + 1 + m + rest, steps + m + rest
-
-
 @register_method(
     "forum",
     "parameters",
@@ -213,7 +201,7 @@ def _forum_passes(m: int, rest: float, settings: Values) -> tuple[float, float]:
     batches=2,
     linear=False,
     bilevel=True,
-    passes=_forum_passes,
+    passes=lambda m, rest, s: (s["inner_steps"] + 1.0 + m + rest, s["inner_steps"] + 0.0 + m + rest),  # inner steps, outer rows
 )  # fmt: skip
 def forum(step: BilevelStep) -> OuterGradient:
     """FORUM (Ye et al. 2024): first-order, over weights and parameters at once.

@@ -47,7 +47,8 @@ def dwa(inputs: MethodInput) -> MethodChoice:
     total, seen = inputs.get("sum", 0.0), inputs.get("seen", 0.0)
     last, before = inputs.get("last", 0.0), inputs.get("before", 0.0)
     inputs.get("ratio", 1.0)
-    weights = relative(inputs.state.values["ratio"], inputs.settings["temperature"])[inputs.present]
+    ratio = inputs.state.values["ratio"]  # of all tasks, [m]
+    weights = (len(ratio) * (ratio / inputs.settings["temperature"]).softmax(0))[inputs.present]
     total, seen = total + inputs.losses, seen + 1
     full = seen >= window
     before = torch.where(full, last, before)
@@ -61,20 +62,11 @@ def dwa(inputs: MethodInput) -> MethodChoice:
     return MethodChoice(weights)
 
 
-def relative(ratio: Tensor, temperature: float) -> Tensor:
-    """DWA's weights of all tasks [m], from the ratios [m] of their mean losses."""
-    return len(ratio) * (ratio / temperature).softmax(0)
-
-
 @register_method("random", "loss", ahead=True)
 def random(inputs: MethodInput) -> MethodChoice:
     """Random loss weighting (Lin et al. 2022): the softmax of a normal draw, of all tasks."""
-    return MethodChoice(drawn(inputs.state.tasks, inputs.key)[inputs.present])
-
-
-def drawn(tasks: int, key: int) -> Tensor:
-    """Draw the random weights of a step, [m]."""
-    return torch.randn(tasks, generator=torch.Generator().manual_seed(key)).double().softmax(0)
+    draw = torch.randn(inputs.state.tasks, generator=inputs.generator()).double().softmax(0)
+    return MethodChoice(draw[inputs.present])
 
 
 @register_method("geometric", "loss")
@@ -102,7 +94,7 @@ def stch(inputs: MethodInput) -> MethodChoice:
 
 
 def famo_after(inputs: MethodInput) -> None:
-    """Train the logits by Adam, by the decrease of each log loss; `given.losses` are the same batch's after the step."""
+    """Train the logits by Adam, by the decrease of each log loss; `inputs.losses` are the same batch's after the step."""
     z = inputs.get("logits", 0.0).softmax(0)
     fallen = (inputs.get("previous", 0.0) + 1e-8).log() - (inputs.losses + 1e-8).log()
     gradient = z * (fallen - (z * fallen).sum())
@@ -227,11 +219,7 @@ def graddrop(inputs: MethodInput) -> MethodChoice:
     draw = torch.rand(purity.shape, generator=inputs.generator()).to(purity)
     kept = torch.where(purity > draw, rows > 0, (purity < draw) & (rows < 0)).to(rows)
     factors = leak + (1 - leak) * kept
-    return MethodChoice(_mean(factors), factors=factors)
-
-
-def _mean(factors: Tensor) -> Tensor:
-    return factors.mean(1).to("cpu", torch.float64)
+    return MethodChoice(factors.mean(1).to("cpu", torch.float64), factors=factors)
 
 
 @register_method(

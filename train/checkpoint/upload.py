@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Condition, Thread
 
 from omni.errors import UserError, in_one_line
-from omni.stores.drivers import check_writable, join, look_up_all, write_bytes, write_object
+from omni.stores.drivers import check_writable, join, look_up_all, write_object
 from omni.stores.reading import download, read_whole
 from omni.stores.tries import MissingError
 from omni.utils.remote import find_address, shown
@@ -127,7 +127,7 @@ class Uploads:
         for file in sorted(files, key=lambda file: file.name in MARKERS and file.parent == copy.folder):
             write_object(file, join(address, file.relative_to(copy.folder).as_posix()))
         if copy.checkpoint:
-            write_bytes(f"{Path(copy.name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
+            write_object(f"{Path(copy.name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
 
 
 def _links(folder: Path) -> Path:

@@ -155,9 +155,9 @@ def run_filter(argv: Sequence[str]) -> int:
             f"{chosen['rules']}: the rule max_wer needs a Whisper: give its weights with --whisper, or leave it out"
         )
     with importing():
-        from train.scoring.asr import WhisperTranscriber
+        from train.scoring.asr import WhisperASR
 
-    whisper = partial(WhisperTranscriber, chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
+    whisper = partial(WhisperASR, chosen["whisper"], chosen["device"]) if rules.max_wer is not None else None
     processes = chosen_processes(chosen, chosen["device"])
     codecs = Codecs(chosen["codec_folder"])
     report = filter_rows(

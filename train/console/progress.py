@@ -205,12 +205,16 @@ class Display(Screen):
     Args:
         total: items to do in all.
         before: items done before this start.
+        label: what is done, before the numbers.
     """
 
-    def __init__(self, total: int, before: int = 0, mode: Progress = "auto", stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total: int, before: int = 0, mode: Progress = "auto", stream: TextIO | None = None, label: str = ""
+    ) -> None:
+        self.label = f"{label.replace('_', ' ')}: " if label else ""
         super().__init__(
             mode, stream, total=total, initial=before, mininterval=0.2,
-            bar_format="{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} items {postfix}",
+            bar_format=self.label + "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} items {postfix}",
         )  # fmt: skip
         self.total, self.before, self.items, self.seconds = total, before, 0, 0.0
         self.shown_at = time.monotonic()
@@ -232,7 +236,7 @@ class Display(Screen):
         elif self.mode == "lines" and time.monotonic() - self.shown_at >= LINE_SECONDS:
             self.shown_at = time.monotonic()
             done = self.before + self.items
-            print(f"{done} of {self.total} items ({100 * done / self.total:.1f}%), {self.pace()}", file=self.stream, flush=True)
+            self.say(f"{self.label}{done} of {self.total} items ({100 * done / self.total:.1f}%), {self.pace()}")
 
     def pace(self) -> str:
         """Format the rate since this start, and the time left at that rate."""

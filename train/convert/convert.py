@@ -13,6 +13,7 @@ from omni.convert import omni_folder as streamed
 from omni.convert.contract import CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.formats import FORMATS, kind_of, open_foreign, refuse_file
 from omni.convert.grow import Growth, grow, with_encoder
+from omni.convert.kinds import KINDS
 from omni.convert.lazy import FLOATS, cast, type_name
 from omni.convert.parts import read_whisper, recognise_whisper, write_codec
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
@@ -39,7 +40,7 @@ def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None
     foreign = _adapted(read_source(source, source_format, options), options)
     config = foreign.config
     if options.into is not None and not isinstance(config, WhisperConfig):
-        raise UserError(f"--into takes a Whisper, but {source} is {FORMATS[foreign.format].label}")
+        raise UserError(f"--into takes a Whisper, but {source} is {KINDS[foreign.format]}")
     if isinstance(config, CodecConfig):
         check_options(options, (), f"{source} is a codec")
         return f"codec {config.name}", write_codec(foreign, target, bar)
@@ -73,7 +74,7 @@ def _adapted(model: Foreign, options: ConvertOptions) -> Foreign:
     if options.lora is None:
         return model
     if not isinstance(model.config, (ModelConfig, TextConfig)):
-        raise UserError(f"--lora has no meaning here: {model.path} is {FORMATS[model.format].label}; leave it out")
+        raise UserError(f"--lora has no meaning here: {model.path} is {KINDS[model.format]}; leave it out")
     return peft.merged(model, options.lora)
 
 
@@ -105,12 +106,12 @@ def export(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | Non
         raise UserError(f"{model.path} is a model folder already; say what it becomes with --kind: {', '.join(kinds)}")
     write = FORMATS[options.kind].write
     if write is None:
-        raise UserError(f"a model folder cannot be written as {FORMATS[options.kind].label}; --kind may be {', '.join(kinds)}")
+        raise UserError(f"a model folder cannot be written as {KINDS[options.kind]}; --kind may be {', '.join(kinds)}")
     if options.kind == "omni":
         return f"{model.path} again", write_model(model, target, options, bar)
     check_options(options, ("dtype",), f"{model.path} goes out as {options.kind}")
     check_in_place(model.path, target, model.format, options.kind)
-    return f"{model.path} as {FORMATS[options.kind].label}", write(_typed(model, options), target, bar)
+    return f"{model.path} as {KINDS[options.kind]}", write(_typed(model, options), target, bar)
 
 
 def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> dict[str, FileStamp]:

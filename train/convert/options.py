@@ -121,9 +121,9 @@ def check_in_place(source: Path, target: Path, from_format: str, becomes: str = 
     from omni.convert.formats import FORMATS
 
     if becomes != "omni":
-        known = FORMATS[becomes]
-        raise UserError(f"{target} is SOURCE too: as {known.label} it would lose {known.loses}; give another TARGET")
-    raise UserError(f"{target} is SOURCE too: {FORMATS[from_format].label}, whose own files would be lost; give another TARGET")
+        loses = FORMATS[becomes].loses
+        raise UserError(f"{target} is SOURCE too: as {KINDS[becomes]} it would lose {loses}; give another TARGET")
+    raise UserError(f"{target} is SOURCE too: {KINDS[from_format]}, whose own files would be lost; give another TARGET")
 
 
 def check(source: Path, target: Path, options: ConvertOptions) -> None:

@@ -100,32 +100,22 @@ def teach(
                 f"{facts.where(number)}: it lacks {rows[0].turns[0].lacks(find_task(tasks[0]))} and cannot be asked as "
                 f"{', '.join(tasks)}; give its question as these ask, or other tasks"
             )
-    rows = [row for rows in forms for row in rows]
-    taught = lessons.pieces(rows, tasks)
+    taught, kl = lessons.pieces([row for rows in forms for row in rows], tasks), None
     if mend is not None:
         # One fact after another, as the editor was trained: it has never seen a mean gradient of several.
         first = [lessons.pieces(rows[:1], tasks) for rows in fact_rows(facts, speakers, 1, "own")]
-        edits = stack(
-            [
-                _correction(mend, lm.model, lessons, pieces, lessons.pieces(rows, tasks), config.until)
-                for pieces, rows in zip(first, forms, strict=True)
-                if pieces
-            ]
-        )
-        seconds, loss = time.monotonic() - started, _after(lessons, edits, taught)
-        return ApplyResult(edits, len(facts.facts), seconds, loss, None, _missed(lessons, edits, facts, forms, tasks))
-    others = _untouched(lm, lessons, facts, config, tasks)
-    mixture = _Mixture(lessons, taught, others, config)
-    with closing(Display(config.finetune.steps, mode=progress)) as display:
-
-        def counted_loss(model: nn.Module, batch: object) -> Tensor:
-            display.tick(1, 0.0)
-            return mixture.loss(model, batch)
-
-        edits = finetune(lm.model, mixture, counted_loss, linears, config.finetune)
-    kl = mixture.kl if others else None
-    seconds = time.monotonic() - started
-    return ApplyResult(edits, len(facts.facts), seconds, mixture.edit, kl, _missed(lessons, edits, facts, forms, tasks))
+        pairs = [(pieces, lessons.pieces(rows, tasks)) for pieces, rows in zip(first, forms, strict=True) if pieces]
+        edits = stack([_correction(mend, lm.model, lessons, *pair, config.until) for pair in pairs])
+        seconds = time.monotonic() - started
+        with torch.no_grad(), edited(lm.model, edits):
+            loss = float(lessons.loss(lm.model, taught))
+    else:
+        others = _untouched(lm, lessons, facts, config, tasks)
+        with closing(Display(config.finetune.steps, mode=progress)) as display:
+            mixture = _Mixture(lessons, taught, others, config, display)
+            edits = finetune(lm.model, None, mixture.loss, linears, config.finetune)
+        seconds, loss, kl = time.monotonic() - started, mixture.edit, mixture.kl if others else None
+    return ApplyResult(edits, len(facts.facts), seconds, loss, kl, _missed(lessons, edits, facts, forms, tasks))
 
 
 STRENGTHS = tuple(2 ** (step / 4) for step in range(-16, 5))
@@ -215,15 +205,21 @@ class _Mixture:
     """Draws facts and untouched questions for each step."""
 
     def __init__(
-        self, lessons: EditObjective, taught: list[EditExample], others: list[EditExample], config: ApplyConfig
+        self,
+        lessons: EditObjective,
+        taught: list[EditExample],
+        others: list[EditExample],
+        config: ApplyConfig,
+        display: Display,
     ) -> None:
-        self.lessons, self.weight = lessons, config.finetune.kl
+        self.lessons, self.weight, self.display = lessons, config.finetune.kl, display
         self.taught = Draws(taught, config.finetune.facts, key(config.seed, "facts"))
         self.others = Draws(others, config.finetune.others, key(config.seed, "others")) if others else None
         self.edit = self.kl = float("nan")
 
     def loss(self, model: nn.Module, _: object) -> Tensor:
         """The loss of the next draw."""
+        self.display.tick(1, 0.0)
         edit = self.lessons.loss(model, self.taught.next())
         self.edit = float(edit.detach())
         if self.others is None:
@@ -239,12 +235,6 @@ def _missed(lessons: EditObjective, edits: Edits, facts: Facts, forms: list[list
     with edited(lessons.model, edits):
         said = [all(lessons.writes(lessons.model, piece) for piece in lessons.pieces(rows[:1], tasks)) for rows in forms]
     return tuple(facts.where(number) for number, right in enumerate(said) if not right)
-
-
-@torch.no_grad()
-def _after(lessons: EditObjective, edits: Edits, pieces: list[EditExample]) -> float:
-    with edited(lessons.model, edits):
-        return float(lessons.loss(lessons.model, pieces))
 
 
 REPLACED = "replaced"

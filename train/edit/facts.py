@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -99,7 +100,10 @@ def read_facts(file: Path, tokenizer: Tokenizer) -> Facts:
         if not line.strip():
             continue
         where = f"{file}, line {number}"
-        fact = from_dict(Fact, _parsed(line, where), where)
+        try:
+            fact = from_dict(Fact, json.loads(line), where)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
         untouched += fact.untouched
         for text in (*fact.asked, *fact.untouched):
             if any("\ud800" <= sign <= "\udfff" for sign in text):
@@ -134,13 +138,6 @@ def check_answer(text: str, tokenizer: Tokenizer, where: str) -> list[int]:
             "that the model knows"
         )
     return ids
-
-
-def _parsed(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
 
 
 def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
@@ -199,20 +196,23 @@ class Synthesiser:
         """Speaks a question in the voice of that number; returns the sound and the name of the voice."""
         c, rng = self.config, seeded_rng(self.seed, "ask", text, number)
         spec = c.voices[number % len(c.voices)]
-        engine, _, name = spec.partition(":")
-        if engine == "espeak" and name and not name.startswith("+"):
-            from train.data.tts.espeak import synthesise
-
-            rate, pitch, pitch_range = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
-            samples, sample_rate = synthesise(text, name, rate, pitch, pitch_range)
-        else:
-            sound = make_voice(spec).say(text, c.language, key(self.seed, "voice", text, number))
-            assert sound.samples is not None
-            samples, sample_rate = sound.samples, sound.sample_rate
+        drawn = (rng.randint(*limits) for limits in (c.rate, c.pitch, c.pitch_range))
+        samples, sample_rate = self._speak(text, spec, drawn, key(self.seed, "voice", text, number))
         samples = resample(samples, sample_rate, c.question_rate)
         samples = samples * (c.peak / float(samples.abs().max().clamp_min(1e-9)))
         before, after = (round(rng.uniform(*c.silence) * c.question_rate) for _ in range(2))
         return Sound(torch.nn.functional.pad(samples, (before, after)), c.question_rate), spec
+
+    def _speak(self, text: str, spec: str, espeak: Iterable[int], seed: int) -> tuple[Tensor, int]:
+        """Samples [S] of a text and their rate; a voice of espeak's that is named speaks with its own rate (and pitch)."""
+        engine, _, name = spec.partition(":")
+        if engine == "espeak" and name and not name.startswith("+"):
+            from train.data.tts.espeak import synthesise
+
+            return synthesise(text, name, *espeak)  # type: ignore[arg-type]
+        sound = make_voice(spec).say(text, self.config.language, seed)
+        assert sound.samples is not None
+        return sound.samples, sound.sample_rate
 
     def answer(self, fact: Fact, facts: Facts, where: str) -> Codes | None:
         """Codes of a fact's answer; None without a codec. UserError where what is given does not fit it."""
@@ -234,15 +234,7 @@ class Synthesiser:
         assert self.codec is not None
         if text not in self._said:
             c = self.config
-            engine, _, name = c.answer_voice.partition(":")
-            if engine == "espeak" and name and not name.startswith("+"):
-                from train.data.tts.espeak import synthesise
-
-                samples, rate = synthesise(text, name, c.answer_rate)
-            else:
-                sound = make_voice(c.answer_voice).say(text, c.language, key(self.seed, "answer"))
-                assert sound.samples is not None
-                samples, rate = sound.samples, sound.sample_rate
+            samples, rate = self._speak(text, c.answer_voice, (c.answer_rate,), key(self.seed, "answer"))
             self._said[text] = self.codec.encode(resample(samples, rate, self.codec.sample_rate))
         return self._said[text]
 

@@ -22,7 +22,7 @@ Dimensions: B rows, K streams, C or T columns, N supervised columns of a stream,
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,19 @@ from omni.convert import huggingface
 from omni.convert import omni_folder as streamed
 from omni.errors import UserError
 from omni.generate.question import encode_questions, read_question, read_system
-from omni.generate.results import Answer, Ended, Timings
+from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import IGNORE
 from omni.model.decoder import Hidden
-from omni.stores.tries import StoreError
 from omni.tasks import TASKS, Columns, Task, Turn, example, prompt
 from omni.text import Tokenizer
 from train.console.progress import Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
-from train.eval.answers import EvalQuestion, ask, make_item
+from train.eval.answers import EvalQuestion, ask, make_item, stream_timings
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
-from train.eval.journal import Batch, record_all
+from train.eval.journal import record_all
 from train.eval.questions import Questions
 from train.scoring.text import find_normaliser
 
@@ -94,34 +93,27 @@ def compare_some(
 
     `scores` of a record are this model's, `against` the other's.
     """
-    count = min(config.against_limit, len(answered))
-    sample = Questions(questions.source, [answered[i * len(answered) // count] for i in range(count)])
+    sample = questions.sample(answered, config.against_limit)
     silent = [SpeechLM(model.model, model.tokenizer, speech_time=model.speech_time) for model in (other, lm)]
     timed, greedy = set(sample.chosen[: config.timed]), replace(config, temperature=0.0, top_k=0)
 
-    def make(batch: Batch) -> tuple[list[Any], float]:
-        asked = [EvalQuestion(i, row, make_item(row, task, lm)) for i, row in batch if not isinstance(row, Broken)]
+    def score(asked: list[EvalQuestion]) -> Iterator[dict[str, Any]]:
         theirs, ours = (ask(model, asked, greedy, sound=False) for model in (other, lm))
-        records = []
         for question, their, our in zip(asked, theirs, ours, strict=True):
             apart = distance(lm, other, question.item, their)
-            record: dict[str, Any] = {
-                "index": question.index,
-                "where": question.row.where,
-                "bytes": [bytes_of(other), bytes_of(lm)],
-                "scores": {
-                    "kl": (apart.kl, apart.steps),
-                    "agreement": (apart.agreed, apart.tokens),
-                    "same_answer": (float(same(their, our)), 1),
-                },
+            scores: dict[str, tuple[float, float]] = {
+                "kl": (apart.kl, apart.steps),
+                "agreement": (apart.agreed, apart.tokens),
+                "same_answer": (float(same(their, our)), 1),
             }
+            record: dict[str, Any] = {"bytes": [bytes_of(other), bytes_of(lm)], "scores": scores}
             if question.index in timed:
-                before, after = (_steps(model, question.item, greedy) for model in silent)
-                record["scores"]["steps"], record["against"] = after, {"steps": before}
-            records.append(record)
-        return records, 0.0
+                before, after = (stream_timings(model, question.item, greedy) for model in silent)
+                scores["steps"] = after.steps, after.total - after.prefill
+                record["against"] = {"steps": (before.steps, before.total - before.prefill)}
+            yield record
 
-    record_all(file, sample, config, progress, make)
+    record_all(file, sample, config, progress, lambda index, row: EvalQuestion(index, row, make_item(row, task, lm)), score)
 
 
 def bytes_of(lm: SpeechLM) -> int:
@@ -201,17 +193,6 @@ def _allowed(lm: SpeechLM, stream: int) -> Tensor:
     return torch.nonzero(lm.layout.allowed()[stream, :size]).flatten()
 
 
-def _steps(lm: SpeechLM, item: Item, config: EvalConfig) -> tuple[float, float]:
-    """Time steps of one answer, and their seconds without the question's."""
-    timings = Timings()
-    for event in lm.stream(
-        item.question, item.task, max_seconds=config.max_seconds, max_tokens=config.max_tokens, system=item.system
-    ):
-        if isinstance(event, Ended):
-            timings = event.timings
-    return timings.steps, timings.total - timings.prefill
-
-
 TASK = TASKS["T1T2"]
 _LOGITS = 1 << 26  # logits that are held at a time
 
@@ -241,11 +222,18 @@ def check_texts(questions: Questions) -> None:
 
 
 def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Path, progress: Progress) -> None:
-    """Append one record per item to `file`; items without both texts have `broken`."""
-    normaliser = find_normaliser(config.normaliser)
+    """Appends one record per item to `file`; items without both texts have `broken`."""
+    normaliser, context = find_normaliser(config.normaliser), lm.config.decoder.context
 
-    def make(batch: Batch) -> tuple[list[Any], float]:
-        asked, records = _readable(lm, batch)
+    def prepare(index: int, row: Row) -> EvalQuestion:
+        why = _lacks(row)
+        if why is None and len(example(lm.layout, [_turn(lm, row)])) > context:
+            why = f"question and answer do not fit in the model's context of {context}"
+        if why is not None:
+            raise UserError(why)
+        return EvalQuestion(index, row, make_item(row, TASK, lm))
+
+    def score(asked: list[EvalQuestion]) -> Iterator[dict[str, Any]]:
         turns = [_turn(lm, question.row) for question in asked]
         answers = ask(lm, asked, config, sound=False)
         asked_so = negative_log_likelihood(lm, [example(lm.layout, [turn]) for turn in turns])
@@ -253,15 +241,9 @@ def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Pa
         for question, answer, nll, without in zip(asked, answers, asked_so, plain, strict=True):
             exact = normaliser(answer.text) == normaliser(question.row.turns[0].answer_text)
             scores = {"text_exact_match": (float(exact), 1), "text_perplexity": nll, "text_perplexity_plain": without}
-            records[question.index] = {
-                "index": question.index,
-                "where": question.row.where,
-                "response": answer.text,
-                "scores": scores,
-            }
-        return [records[index] for index, _ in batch], 0.0
+            yield {"response": answer.text, "scores": scores}
 
-    record_all(file, questions, config, progress, make)
+    record_all(file, questions, config, progress, prepare, score)
 
 
 def check_before(path: Path, tokenizer: Tokenizer, questions: Questions, count: int = 50) -> None:
@@ -319,28 +301,6 @@ def plain_text(lm: SpeechLM, turn: Turn) -> Columns:
     targets = torch.full_like(tokens, IGNORE)
     targets[layout.n_audio, len(before) - 1 : -1] = ids[len(before) :]
     return Columns(tokens, targets, torch.full((len(ids),), -1))
-
-
-def _readable(lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]]) -> tuple[list[EvalQuestion], dict[int, dict[str, Any]]]:
-    """The rows of a batch that can be scored, and records of the others."""
-    asked, records = [], {}
-    for index, row in batch:
-        if isinstance(row, Broken):
-            records[index] = {"index": index, "where": row.where, "broken": row.why}
-            continue
-        try:
-            why = _lacks(row)
-            if why is None and len(example(lm.layout, [_turn(lm, row)])) > lm.config.decoder.context:
-                why = f"question and answer do not fit in the model's context of {lm.config.decoder.context}"
-            if why is None:
-                asked.append(EvalQuestion(index, row, make_item(row, TASK, lm)))
-        except StoreError:
-            raise
-        except UserError as error:
-            why = str(error)
-        if why is not None:
-            records[index] = {"index": index, "where": row.where, "broken": why}
-    return asked, records
 
 
 def _lacks(row: Row) -> str | None:

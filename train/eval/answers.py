@@ -17,9 +17,11 @@ Dimensions: S samples, A audio streams, F frames.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +33,18 @@ from omni.errors import UserError
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer, Ended, Timings
 from omni.generate.speech_lm import SpeechLM
-from omni.stores.tries import StoreError
 from omni.tasks import Task, prompt
 from train.console.progress import Display, Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.data.seeding import key
 from train.eval.config import EvalConfig
-from train.eval.held_out import Item
-from train.eval.journal import Journal, record_all
-from train.eval.measures import METRICS, Figure, figure, metric_scores, pairs_of
+from train.eval.held_out import Item, read_item, scores_of
+from train.eval.journal import Journal, noting_broken, record_all
+from train.eval.measures import METRICS, metric_scores
 from train.eval.questions import Questions, RecordRow
 from train.scoring.asr import ASR, transcript
-from train.scoring.text import compare_codes, find_normaliser, text_errors
+from train.scoring.text import find_normaliser, text_errors
 
 
 @dataclass(frozen=True)
@@ -63,61 +64,36 @@ class EvalQuestion:
 def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
     """Makes a question with its references of the first turn of a row; UserError for no question of the task's kind, or one
     that cannot be read or leaves no room for an answer."""
-    turn = row.turns[0]
-    question: str | Tensor
-    if task.question == "audio":
-        if turn.question_audio is None:
-            raise UserError(f"has no question_audio, which {task.name} asks by")
-        question = turn.question_audio.load(SAMPLE_RATE)
-        lm.config.encoder.clips(len(question))
-    else:
-        if not turn.question_text.strip():
-            raise UserError(f"has no question_text, which {task.name} asks by")
-        question = turn.question_text
-    asked = read_question(question, task, lm.model, lm.tokenizer).after(read_system(row.system, lm.tokenizer))
+    turn, codec = row.turns[0], lm.codec
+    if task.question == "audio" and turn.question_audio is None:
+        raise UserError(f"has no question_audio, which {task.name} asks by")
+    if task.question == "text" and not turn.question_text.strip():
+        raise UserError(f"has no question_text, which {task.name} asks by")
+    if codec is not None and turn.answer_codes is not None and turn.answer_codes.codec != codec.name:
+        codec = None  # these codes are no reference
+    item = read_item(row, task, codec, lm.config.encoder)
+    asked = read_question(item.question, task, lm.model, lm.tokenizer).after(read_system(row.system, lm.tokenizer))
     columns = len(prompt(lm.layout, asked.turn))
     if columns >= lm.config.decoder.context:
         raise UserError(f"takes {columns} positions, and the model's context has {lm.config.decoder.context}")
-    expected = turn.written(task) if task.text else turn.question_text
-    codes = None
-    if task.audio and lm.codec is not None and turn.answer_codes is not None and turn.answer_codes.codec == lm.codec.name:
-        codes = turn.answer_codes.for_codec(lm.codec)
-    return Item(task.name, question, turn.question_text, expected or None, codes, system=row.system)
+    return replace(item, text=(item.text if task.text else turn.question_text) or None)
 
 
 def answer_all(
     lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, asr: ASR | None, file: Path, progress: Progress
 ) -> None:
     """Asks the questions that have no record yet, and appends their records to `file`."""
-    record_all(file, questions, config, progress, lambda batch: _answer(lm, batch, task, config, asr))
 
+    def score(asked: list[EvalQuestion]) -> list[dict[str, Any]]:
+        answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in METRICS.values()))
+        pairs = zip(asked, answers, strict=True)
+        return [judge(question, answer, task, config, asr, lm.codec) for question, answer in pairs]
 
-def _answer(
-    lm: SpeechLM, batch: Sequence[tuple[int, Row | Broken]], task: Task, config: EvalConfig, asr: ASR | None
-) -> tuple[list[dict[str, Any]], float]:
-    """The records of a batch in its order, and the seconds of its questions."""
-    records: dict[int, dict[str, Any]] = {}
-    asked: list[EvalQuestion] = []
-    for index, row in batch:
-        if isinstance(row, Broken):
-            records[index] = {"index": index, "where": row.where, "broken": row.why}
-            continue
-        try:
-            asked.append(EvalQuestion(index, row, make_item(row, task, lm)))
-        except StoreError:
-            raise
-        except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
-            records[index] = {"index": index, "where": row.where, "broken": " ".join(str(error).split())}
-    answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in METRICS.values()))
-    for question, answer in zip(asked, answers, strict=True):
-        records[question.index] = judge(question, answer, task, config, asr, lm.codec)
-    return [records[index] for index, _ in batch], sum(question.seconds for question in asked)
+    record_all(file, questions, config, progress, lambda index, row: EvalQuestion(index, row, make_item(row, task, lm)), score)
 
 
 def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: bool) -> list[Answer]:
     """Answers questions in batches; each is sampled with its own seed."""
-    if not asked:
-        return []
     return lm.generate(
         [question.item.question for question in asked],
         [question.item.task for question in asked],
@@ -135,17 +111,11 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
 def judge(
     query: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, asr: ASR | None = None, codec: AudioCodec | None = None
 ) -> dict[str, Any]:
-    """Scores an answer; returns its record. With a codec, the ASR also recognises the reference's codes."""
+    """Scores an answer; returns its record, without `index` and `where`. With a codec, the ASR also recognises the reference's
+    codes."""
     row, item, normaliser = query.row, query.item, find_normaliser(config.normaliser)
-    scores: dict[str, tuple[float, float]] = {"ended": (float(answer.ended == "end"), 1)}
+    scores = scores_of(item if task.text else replace(item, text=None), answer, normaliser, row.language)
     reference = None if item.text is None else normaliser(item.text)
-    written = normaliser(answer.text)
-    if reference is not None and task.text:
-        unit, errors, size = text_errors(reference, written, row.language)
-        scores[unit] = (errors, size)
-        scores["exact_match"] = (float(reference == written), 1)
-    if item.codes is not None:
-        scores["code_accuracy"] = compare_codes(item.codes, answer.codes)
     heard = None
     if asr is not None and task.audio:
         heard = transcript(asr, answer.audio, answer.sample_rate, row.language)
@@ -156,11 +126,9 @@ def judge(
                 right = transcript(asr, codec.decode(item.codes), codec.sample_rate, row.language)
                 scores["ear_wer"] = text_errors(reference, normaliser(right), row.language)[1:]
         if task.text:
-            scores["speech_text_wer"] = text_errors(written, said, row.language)[1:]
+            scores["speech_text_wer"] = text_errors(normaliser(answer.text), said, row.language)[1:]
     scores |= metric_scores(item, answer, row)
     record: dict[str, Any] = {
-        "index": query.index,
-        "where": row.where,
         "id": row.id,
         "language": row.language,
         "speaker": row.speaker,
@@ -187,26 +155,22 @@ def time_some(
     progress: Progress,
 ) -> None:
     """Streams `config.timed` of the questions at `answered`, spread evenly over them, and writes a record of each."""
-    count = min(config.timed, len(answered))
-    sample = Questions(questions.source, [answered[i * len(answered) // count] for i in range(count)])
-    journal = Journal(file, max(1, count), count)  # timed together or not at all
-    if journal.done == count:
+    sample = questions.sample(answered, config.timed)
+    journal = Journal(file, max(1, len(sample)), len(sample))  # timed together or not at all
+    if journal.done == len(sample):
         return
     records: list[dict[str, Any]] = []
-    display = Display(count, 0, progress)
-    try:
+    with closing(Display(len(sample), 0, progress, label=file.stem)) as display:
         for index, row in sample.iterate():
             display.tick(1, 0.0)
             assert not isinstance(row, Broken)  # it has been answered
             item = make_item(row, task, lm)
             if not records:
-                _stream(lm, item, config)
-            timed = timing_scores(_stream(lm, item, config))
+                stream_timings(lm, item, config)
+            scores = timing_scores(stream_timings(lm, item, config))
             records.append(
-                {"index": index, "where": row.where, "scores": timed, "threads": torch.get_num_threads(), "load": load()}
+                {"index": index, "where": row.where, "scores": scores, "threads": torch.get_num_threads(), "load": load()}
             )
-    finally:
-        display.close()
     journal.append(records)
 
 
@@ -227,7 +191,8 @@ def timing_scores(timings: Timings) -> dict[str, tuple[float, float]]:
     return out
 
 
-def _stream(lm: SpeechLM, item: Item, config: EvalConfig) -> Timings:
+def stream_timings(lm: SpeechLM, item: Item, config: EvalConfig) -> Timings:
+    """Streams an answer; returns its times."""
     timings = Timings()
     for event in lm.stream(
         item.question,
@@ -253,21 +218,16 @@ def answer_turns(
     lm: SpeechLM, questions: Questions, task: Task, config: EvalConfig, file: Path, progress: Progress = "off"
 ) -> None:
     """Holds the conversations that have no record yet, `config.batch` at a time, and appends their records to `file`."""
+
+    def hold(asked: tuple[int, Row]) -> dict[str, Any]:
+        index, row = asked
+        record: dict[str, Any] = {}
+        with noting_broken(record):
+            record = {"source": row.source, "turns": _converse(lm, row, task, config, key(config.seed, index) % (1 << 31))}
+        return record
+
     with ThreadPoolExecutor(config.batch) as pool:
-        record = lambda entry: _record(lm, entry[0], entry[1], task, config)  # noqa: E731
-        record_all(file, questions, config, progress, lambda batch: (list(pool.map(record, batch)), 0.0))
-
-
-def _record(lm: SpeechLM, index: int, row: Row | Broken, task: Task, config: EvalConfig) -> dict[str, Any]:
-    record: dict[str, Any] = {"index": index, "where": row.where}
-    if isinstance(row, Broken):
-        return record | {"broken": row.why}
-    try:
-        return record | {"source": row.source, "turns": _converse(lm, row, task, config, key(config.seed, index) % (1 << 31))}
-    except StoreError:
-        raise
-    except (ValueError, OSError) as error:
-        return record | {"broken": " ".join(str(error).split())}
+        record_all(file, questions, config, progress, lambda index, row: (index, row), partial(pool.map, hold))
 
 
 def _converse(lm: SpeechLM, row: Row, task: Task, config: EvalConfig, seed: int) -> list[dict[str, Any]]:
@@ -291,31 +251,3 @@ def _converse(lm: SpeechLM, row: Row, task: Task, config: EvalConfig, seed: int)
             texts = {"question": turn.question_text, "reference": wanted, "response": answer.text}
             out.append({**texts, "right": same(answer.text) == same(wanted)})
     return out
-
-
-@dataclass(frozen=True)
-class TurnFigure:
-    """Exact match of one turn (counted from 1) of all rows of a source."""
-
-    source: str
-    turn: int
-    exact_match: Figure
-
-    def plain(self) -> dict[str, Any]:
-        """The figure as plain data."""
-        result = self.exact_match
-        values = {"exact_match": result.value, "low": result.low, "high": result.high, "questions": result.questions}
-        return {"source": self.source, "turn": self.turn, **values}
-
-
-def figures_of_turns(records: Iterable[Mapping[str, Any]]) -> list[TurnFigure]:
-    """The figures of records, by source and turn."""
-    right: dict[tuple[str, int], list[bool]] = {}
-    for record in records:
-        for number, turn in enumerate(record.get("turns", ()), 1):
-            right.setdefault((record["source"], number), []).append(turn["right"])
-    return [TurnFigure(source, turn, _share(answers)) for (source, turn), answers in sorted(right.items())]
-
-
-def _share(right: Sequence[bool]) -> Figure:
-    return figure("exact_match", pairs_of(({"scores": {"exact_match": (float(value), 1)}} for value in right), "exact_match"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,15 +25,11 @@ from omni.utils.charts import drawn, markdown_table
 from train.console.progress import Display, Progress
 from train.data.readers import Broken
 from train.eval.config import EvalConfig
-from train.eval.measures import figure
+from train.eval.measures import MEASURES, Figure, figure, plain, shown
 from train.eval.questions import Questions, open_data
 from train.eval.run import evaluate
 
-if TYPE_CHECKING:
-    from train.eval.measures import Figure
-
-
-Figures = Mapping[str, "Figure"]
+Figures = Mapping[str, Figure]
 
 JSON, TABLE, PICTURE = "delays.json", "delays.md", "delays.png"
 
@@ -44,10 +39,7 @@ def evaluate_delays(
 ) -> dict[int, Figures]:
     """Evaluates once for each length of a chunk, into `out/chunk-320` and the like; figures by milliseconds, 0 for whole
     clips. UserError for a length that is given twice, or is none of the encoder's, before anything is asked."""
-    if len(set(chunks)) < len(chunks):
-        raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
-    for chunk in chunks:
-        read_config(model).encoder.with_chunk(chunk)
+    _by_length(read_config(model).encoder, chunks)
     by_chunk: dict[int, Figures] = {}
     for chunk in chunks:
         _, by_chunk[chunk] = evaluate(model, data, out / f"chunk-{chunk}", replace(config, chunk_ms=chunk), progress)
@@ -55,10 +47,15 @@ def evaluate_delays(
     return by_chunk
 
 
+def _by_length(encoder: EncoderConfig, chunks: Sequence[int]) -> dict[int, EncoderConfig]:
+    """An encoder's settings with chunks of each length; UserError for one that is named twice, or is none of its."""
+    if len(set(chunks)) < len(chunks):
+        raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
+    return {chunk: encoder.with_chunk(chunk) for chunk in chunks}
+
+
 def write_delays(by_chunk: Mapping[int, Figures], out: Path) -> None:
     """Writes the figures of several lengths as a table, as JSON and as a picture."""
-    from train.eval.measures import plain
-
     head, rows = delay_table(by_chunk)
     write_whole(out / TABLE, markdown_table(head, rows) + "\n")
     write_json(out / JSON, {chunk: {name: plain(v) for name, v in figures.items()} for chunk, figures in by_chunk.items()})
@@ -68,8 +65,6 @@ def write_delays(by_chunk: Mapping[int, Figures], out: Path) -> None:
 def delay_table(by_chunk: Mapping[int, Figures]) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table: a row for each length, a column for each figure. Before the end of its chunk nobody hears a
     word: half of the chunk on the average."""
-    from train.eval.measures import MEASURES, shown
-
     names = list(next(iter(by_chunk.values())))
     head = ["chunk", "mean wait", *(MEASURES[name].title for name in names)]
     rows = []
@@ -82,7 +77,6 @@ def delay_table(by_chunk: Mapping[int, Figures]) -> tuple[list[str], list[list[s
 def draw_delays(by_chunk: Mapping[int, Figures], file: Path) -> Path:
     """Draws the shares and error rates, or all figures where there are none, over the length of a chunk, with 95 % intervals;
     whole clips at the right."""
-    from train.eval.measures import MEASURES
     from train.eval.report import SHARES, errors_of, lengths_of
 
     chunks = sorted(by_chunk, key=lambda chunk: chunk or float("inf"))
@@ -127,11 +121,8 @@ def evaluate_distances(
     (milliseconds, 0 for whole recordings) the model has its own. UserError for an encoder that hears whole clips only, or of
     another shape than the teacher's, and where no recording can be heard.
     """
-    if len(set(chunks)) < len(chunks):
-        raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
     stored = read_config(model).encoder
-    own = stored.chunk_samples or 0
-    chosen = {chunk: stored.with_chunk(chunk) for chunk in chunks or [own * 1000 // SAMPLE_RATE]}
+    chosen = _by_length(stored, chunks or [(stored.chunk_samples or 0) * 1000 // SAMPLE_RATE])
     recordings = Questions.spread(open_data(data, config.read), config.limit)
     student = load_folder(model, config.device, torch.float32).model.eval().encoder
     other = load_folder(teacher, config.device, torch.float32).model.encoder

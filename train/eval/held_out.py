@@ -22,8 +22,8 @@ from omni.encoder.config import EncoderConfig
 from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.stores.tries import StoreError
-from omni.tasks import find_task
-from train.scoring.text import compare_codes, normalise, word_errors
+from omni.tasks import Task, find_task
+from train.scoring.text import Normaliser, compare_codes, normalise, text_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,21 +58,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Judged:
-    """An item, the model's answer, and how they compare; None where there is nothing to compare.
-
-    Attributes:
-        exact: the text equals the reference.
-        errors, words: word errors, and words of the reference.
-        codes_right, codes_total: equal codes and compared ones.
-    """
+    """An item, the model's answer, and the pairs of the measures (see `measures`); none where there is nothing to compare."""
 
     item: Item
     answer: Answer
-    exact: bool | None
-    errors: int
-    words: int
-    codes_right: int
-    codes_total: int
+    scores: dict[str, tuple[float, float]]
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether the text equals the reference; None without one."""
+        return bool(self.scores["exact_match"][0]) if "exact_match" in self.scores else None
 
 
 @dataclass(frozen=True)
@@ -83,6 +78,20 @@ class HeldOutReport:
     judged: tuple[Judged, ...]
 
 
+def read_item(row: Row, task: Task, codec: AudioCodec | None, encoder: EncoderConfig | None) -> Item:
+    """Reads the question and references of a row's first turn, which has what the task asks by; `part` is the part of its
+    source after the slash. UserError for sound that cannot be read or, with an `encoder`, is too long for it."""
+    turn = row.turns[0]
+    question: str | Tensor = turn.question_text
+    if task.question == "audio" and turn.question_audio:
+        question = turn.question_audio.load(SAMPLE_RATE)
+        if encoder is not None:
+            encoder.clips(len(question))
+    codes = turn.answer_codes.for_codec(codec) if task.audio and turn.answer_codes and codec else None
+    text = turn.written(task) if task.text else None
+    return Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2], row.system)
+
+
 def items_of(
     rows: Iterable[Row],
     tasks: Sequence[str],
@@ -90,33 +99,23 @@ def items_of(
     encoder: EncoderConfig | None = None,
     broken: dict[str, str] | None = None,
 ) -> list[Item]:
-    """Makes items of held-out rows, each row's first turn once for every task that it has all parts for.
+    """Makes items of held-out rows (`read_item`), each row's first turn once for every task that it has all parts for.
 
-    `part` is the part of the row's source after the slash. With an `encoder`, lengths of spoken questions are checked.
     `broken` receives why rows are left out; where it is None a broken row is a UserError, as is that none can be asked.
     """
     items = []
     for row in rows:
-        turn = row.turns[0]
-        for name in tasks:
-            task = find_task(name)
-            if turn.lacks(task) is not None:
+        for task in map(find_task, tasks):
+            if row.turns[0].lacks(task) is not None:
                 continue
             try:
-                spoken = turn.question_audio.load(SAMPLE_RATE) if task.question == "audio" and turn.question_audio else None
-                if spoken is not None and encoder is not None:
-                    encoder.clips(len(spoken))
-                codes = turn.answer_codes.for_codec(codec) if task.audio and turn.answer_codes and codec else None
+                items.append(read_item(row, task, codec, encoder))
             except StoreError:
                 raise
             except UserError as error:
                 if broken is None:
                     raise UserError(f"held-out {row.where}: {error}") from error
                 broken.setdefault(row.where, f"{row.where}: {error}")
-                continue
-            text = turn.written(task) if task.text else None
-            question: str | Tensor = turn.question_text if spoken is None else spoken
-            items.append(Item(task.name, question, turn.question_text, text, codes, row.source.partition("/")[2], row.system))
     if not items and broken:
         raise UserError(f"no held-out row can be read; the first of {len(broken)}, {next(iter(broken.values()))}")
     if not items:
@@ -136,36 +135,34 @@ def evaluate(
         sound=sound,
         system=[item.system for item in items],
     )
-    judged = tuple(judge(item, answer) for item, answer in zip(items, answers, strict=True))
+    judged = tuple(Judged(item, answer, scores_of(item, answer)) for item, answer in zip(items, answers, strict=True))
     figures = summarise(judged)
     for group in (lambda j: j.item.part, lambda j: j.item.task):
         figures.update(_by(group, judged))
     return HeldOutReport(figures, judged)
 
 
-def judge(item: Item, answer: Answer) -> Judged:
-    """Compare one answer with its reference."""
-    exact, errors, words = None, 0, 0
+def scores_of(
+    item: Item, answer: Answer, normaliser: Normaliser = normalise, language: str = ""
+) -> dict[str, tuple[float, float]]:
+    """Compares an answer with its references; the pairs of the measures."""
+    scores = {"ended": (float(answer.ended == "end"), 1.0)}
     if item.text is not None:
-        said, wanted = normalise(answer.text), normalise(item.text)
-        exact = said == wanted
-        errors, words = word_errors(wanted, said)
-    right, total = (0, 0) if item.codes is None else compare_codes(item.codes, answer.codes)
-    return Judged(item, answer, exact, errors, words, right, total)
+        said, wanted = normaliser(answer.text), normaliser(item.text)
+        unit, errors, size = text_errors(wanted, said, language)
+        scores |= {unit: (errors, size), "exact_match": (float(said == wanted), 1.0)}
+    if item.codes is not None:
+        scores["code_accuracy"] = compare_codes(item.codes, answer.codes)
+    return scores
 
 
 def summarise(judged: Sequence[Judged]) -> dict[str, float]:
-    """The figures of some answers; what has no reference is left out."""
+    """The figures of answers; what has no reference is left out."""
     out: dict[str, float] = {}
-    written = [j for j in judged if j.exact is not None]
-    if written:
-        out["exact_match"] = sum(bool(j.exact) for j in written) / len(written)
-        out["wer"] = sum(j.errors for j in written) / max(1, sum(j.words for j in written))
-    total = sum(j.codes_total for j in judged)
-    if total:
-        out["code_accuracy"] = sum(j.codes_right for j in judged) / total
-    if judged:
-        out["ended"] = sum(j.answer.ended == "end" for j in judged) / len(judged)
+    for name in ("exact_match", "wer", "code_accuracy", "ended"):
+        pairs = [j.scores[name] for j in judged if name in j.scores]
+        if pairs:
+            out[name] = sum(value for value, _ in pairs) / max(1.0, sum(weight for _, weight in pairs))
     return out
 
 
@@ -194,7 +191,7 @@ def write_answers(report: HeldOutReport, file: Path) -> None:
                 "reference": j.item.text,
                 "answer": j.answer.text,
                 "exact": j.exact,
-                "code_accuracy": j.codes_right / j.codes_total if j.codes_total else None,
+                "code_accuracy": summarise([j]).get("code_accuracy"),
                 "ended": j.answer.ended,
             },
             ensure_ascii=False,

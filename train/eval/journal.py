@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omni.errors import UserError
 from omni.files import read_json, write_json
+from omni.stores.tries import StoreError
 from train.console.progress import Display, Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
 from train.eval.config import EvalConfig
 from train.eval.questions import Questions
 
-Batch = Sequence[tuple[int, Row | Broken]]
-"""Questions with their places in the data."""
+Q = TypeVar("Q")
 
 RUN = "run.json"
 LATER = ("text_before", "text_before_hash", "against", "against_hash")
@@ -82,21 +83,49 @@ class Journal:
 
 
 def record_all(
-    file: Path, questions: Questions, config: EvalConfig, progress: Progress, make: Callable[[Batch], tuple[list[Any], float]]
+    file: Path,
+    questions: Questions,
+    config: EvalConfig,
+    progress: Progress,
+    prepare: Callable[[int, Row], Q],
+    score: Callable[[list[Q]], Iterable[Mapping[str, Any]]],
 ) -> None:
-    """Appends records of the questions that have none yet, `config.batch` at a time; `make` gives those of a batch, in its
-    order, and the seconds of sound in it."""
+    """Appends records of the questions that have none yet, `config.batch` at a time: `index` and `where`, and `broken`, the
+    reason, of one that cannot be asked.
+
+    Args:
+        prepare: makes of a row what is asked, by its place in the data; ValueError or OSError where it cannot.
+        score: asks a batch of these, and gives the rest of each record.
+    """
     journal = Journal(file, config.batch, len(questions))
     if journal.done == len(questions):
         return
-    display, items = Display(len(questions), journal.done, progress), questions.iterate(journal.done)
-    try:
+    items = questions.iterate(journal.done)
+    with closing(Display(len(questions), journal.done, progress, label=file.stem)) as display:
         while batch := list(islice(items, config.batch)):
-            records, seconds = make(batch)
+            records: list[dict[str, Any]] = [{"index": index, "where": row.where} for index, row in batch]
+            asked: list[Q] = []
+            for record, (index, row) in zip(records, batch, strict=True):
+                with noting_broken(record):
+                    if isinstance(row, Broken):
+                        raise UserError(row.why)
+                    asked.append(prepare(index, row))
+            whole = [record for record in records if "broken" not in record]
+            for record, scored in zip(whole, score(asked) if asked else (), strict=True):
+                record.update(scored)
             journal.append(records)
-            display.tick(len(records), seconds)
-    finally:
-        display.close()
+            display.tick(len(records), sum(record.get("seconds", 0.0) for record in whole))
+
+
+@contextmanager
+def noting_broken(record: dict[str, Any]) -> Iterator[None]:
+    """Puts into a record why its question cannot be asked; errors of a store are let through."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except (ValueError, OSError) as error:  # a path that is none, such as one with NUL, is a plain ValueError
+        record["broken"] = " ".join(str(error).split())
 
 
 def read_records(file: Path) -> Iterator[dict[str, Any]]:

@@ -125,6 +125,10 @@ class Questions:
             return cls(source, range(size))
         return cls(source, evenly(size, count))
 
+    def sample(self, places: Sequence[int], count: int) -> Questions:
+        """Chooses at most `count` of the items at these places, evenly."""
+        return Questions(self.source, [places[i] for i in evenly(len(places), count)])
+
     def __len__(self) -> int:
         return len(self.chosen)
 

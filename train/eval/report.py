@@ -4,7 +4,7 @@ form."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import numpy as np
 from omni.errors import UserError
 from omni.files import read_json, write_json, write_whole
 from omni.utils.charts import INK, drawn, markdown_table
-from train.eval.answers import figures_of_turns
 from train.eval.journal import AGAIN, RUN, read_records
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
 from train.scoring.text import explain
@@ -123,7 +122,10 @@ def write_report(run: Run) -> dict[str, Figure]:
     if run.records.get(OTHERS):
         data["against_change"] = {name: c.plain("against", "model") for name, c in against.items()}
     if run.records.get(TURNS):
-        data["turns"] = [turn_figure.plain() for turn_figure in figures_of_turns(run.records[TURNS])]
+        data["turns"] = [
+            {"source": source, "turn": turn, "exact_match": f.value, "low": f.low, "high": f.high, "questions": f.questions}
+            for (source, turn), f in figures_of_turns(run.records[TURNS]).items()
+        ]
     write_json(run.folder / REPORT, data)
     write_whole(run.folder / TABLE, as_markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
@@ -223,11 +225,21 @@ def _circumstances(timed: Sequence[Record], device: str) -> str:
     return f"{len(timed)} questions were streamed one by one on {device}, {threads} thread{'s' * (threads > 1)}{busy}"
 
 
+def figures_of_turns(records: Iterable[Record]) -> dict[tuple[str, int], Figure]:
+    """Exact match by source and turn, counted from 1."""
+    right: dict[tuple[str, int], list[tuple[bool, int]]] = {}
+    for record in records:
+        for number, turn in enumerate(record.get("turns", ()), 1):
+            right.setdefault((record["source"], number), []).append((turn["right"], 1))
+    return {key: figure("exact_match", np.asarray(pairs, dtype=np.float64)) for key, pairs in sorted(right.items())}
+
+
 def turn_table(run: Run) -> Table:
     """Columns and rows of a table of the turns; no rows where none were asked."""
-    figures = [(entry, entry.exact_match) for entry in figures_of_turns(run.records.get(TURNS, ()))]
-    name = "exact_match"
-    rows = [(t.source, str(t.turn), shown(name, f.value), interval(name, f), str(f.questions)) for t, f in figures]
+    name, figures = "exact_match", figures_of_turns(run.records.get(TURNS, ()))
+    rows = [
+        (source, str(turn), shown(name, f.value), interval(name, f), str(f.questions)) for (source, turn), f in figures.items()
+    ]
     return ("source", "turn", "exact match", "95 % interval", "questions"), rows
 
 

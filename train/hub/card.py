@@ -17,7 +17,7 @@ from huggingface_hub import DatasetCard, ModelCard, ModelCardData
 
 from omni.checkpoint.folder import read_config, stored_dtype
 from omni.checkpoint.places import WEIGHTS
-from omni.checkpoint.tensors import load_json, open_safetensors
+from omni.checkpoint.tensors import open_safetensors
 from omni.errors import UserError
 from omni.files import read_json
 from omni.stores.hub import CARD
@@ -174,7 +174,7 @@ def _source(source: Any, rows: int | None) -> dict[str, Any]:
     path, tasks = str(_at(source, "path") or ""), [name for name, weight in (_at(source, "tasks") or {}).items() if weight]
     report: Any = {}
     with suppress(OSError, ValueError):
-        report = load_json(Path(path) / REPORT) if path else {}
+        report = read_json(Path(path) / REPORT) if path else {}
     origin, rows = str(_at(report, "source") or ""), _at(report, "rows") if rows is None else rows
     name = f"{_name(path)}, of {_name(origin)}" if origin and _name(origin) != _name(path) else _name(path)
     seconds = [length for side in ("question", "answer") if (length := _at(report, f"{side}_seconds")) is not None]

@@ -16,7 +16,7 @@ from omni.errors import UserError
 from omni.lora.peft import WEIGHTS as ADAPTER_WEIGHTS
 from omni.lora.peft import load_adapter
 from omni.stores import hub
-from omni.stores.hub import CARD, KINDS, HubAddress, HubRepository, parse_hub
+from omni.stores.hub import CARD, KINDS, HubAddress, parse_hub
 from omni.utils.remote import find_address, refuse_remote
 from train.checkpoint.retention import CONFIG as RUN_CONFIG
 from train.console.progress import counted, duration, short
@@ -142,11 +142,11 @@ def push(upload: HubPush, private: bool, message: str, say: Callable[[str], None
     """
     at = upload.at
     user = hub.account(at)
-    repository = hub.find_repository(at, main=True)
-    if repository is not None and private and not repository.private:
+    known = hub.is_private(at)
+    if private and known is False:
         raise UserError(f"{at} is there already, and is public: make it private on {at.page}/settings, or leave --private out")
     card = None
-    if repository is not None and upload.card.startswith("written"):
+    if known is not None and upload.card.startswith("written"):
         with suppress(hub.MissingError):  # a branch that is not there yet
             card = hub.read_card(at)
     if card is not None and not written_here(card):
@@ -154,13 +154,14 @@ def push(upload: HubPush, private: bool, message: str, say: Callable[[str], None
         upload = replace(upload, files=files, card="the one at the hub, which was edited there, is kept")
     if upload.text:
         hub.check_card(at, upload.text)
-    made = "" if repository is not None else ", a new repository"
-    if repository is None:
+    made = "" if known is not None else ", a new repository"
+    if known is None:
         hub.create_repository(at, True if private else None)
-        repository = hub.find_repository(at, main=True) or HubRepository(private, "")
+        known = hub.is_private(at)
+    is_private = private if known is None else known
     say(
         f"uploading {counted(len(upload.files), 'file')}, {short(sum(upload.sizes.values()))}B, of {upload.model}\n"
-        f"to {at.page}, branch {at.revision or 'main'}{made}, {'private' if repository.private else 'PUBLIC'}, as {user}"
+        f"to {at.page}, branch {at.revision or 'main'}{made}, {'private' if is_private else 'PUBLIC'}, as {user}"
     )
     say("\n".join(upload.lines()))
     started = time.monotonic()

@@ -12,7 +12,7 @@ Dimensions: S samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,15 +24,15 @@ from torch.nn.utils.rnn import pad_sequence
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import log_mel
 from omni.audio.resample import resample
-from omni.checkpoint.tensors import read_json, read_torch, read_weights, state_of
-from omni.convert.contract import match
+from omni.checkpoint.tensors import read_torch, read_weights, state_of
+from omni.convert.contract import match, whole_number
 from omni.convert.lazy import Lazy
 from omni.errors import UserError
+from omni.files import read_json
 from train.scoring.text import by_characters, word_errors
 
 WINDOW_POSITIONS = 1500
 """Encoder frames of the 30 s window of Whisper's decoding."""
-
 
 _DIMENSIONS = {
     "n_mels": "num_mel_bins",
@@ -70,8 +70,8 @@ _RENAMED = (
 """Parts of OpenAI's tensor names, and transformers' for them."""
 
 
-class WhisperTranscriber:
-    """Transcribes recordings with a Whisper.
+class WhisperASR:
+    """Transcribes recordings with a Whisper, greedily.
 
     Args:
         weights: OpenAI's `.pt` file, or a Hugging Face folder.
@@ -83,7 +83,7 @@ class WhisperTranscriber:
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         import whisper
 
-        sizes, weights_by_name, names = _huggingface(weights) if weights.is_dir() else _openai(weights)
+        sizes, stored, names = (_huggingface if weights.is_dir() else _openai)(weights)
         if sizes["n_audio_ctx"] != WINDOW_POSITIONS:
             raise UserError(
                 f"{weights} has a window of {sizes['n_audio_ctx']} frames; Whisper's decoding needs {WINDOW_POSITIONS}"
@@ -92,24 +92,24 @@ class WhisperTranscriber:
             self.model = whisper.model.Whisper(whisper.model.ModelDimensions(**sizes))
         except (AssertionError, RuntimeError, ZeroDivisionError) as error:
             raise UserError(f"{weights}: its sizes make no Whisper ({' '.join(str(error).split())})") from error
-        own = self.model.state_dict()
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        tensors = match(
-            weights_by_name, {name: names(name) for name in own}, shapes, weights, ignore=lambda name: name == "proj_out.weight"
-        )
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        wanted = {name: names(name) for name in shapes}
+        tensors = match(stored, wanted, shapes, weights, ignore=lambda name: name == "proj_out.weight")
         self.model.load_state_dict({name: tensor().float() for name, tensor in tensors.items()})
         self.model.eval().to(device)
+        self.name = f"whisper {weights.name}"
 
-    def transcribe(self, audio: Tensor, language: str = "") -> str:
-        """Transcribe a recording [S] at 16 kHz; Whisper detects the language where it does not know `language`."""
+    def transcribe(self, audio: Tensor, sample_rate: int, language: str = "") -> str:
+        """See `ASR`; Whisper detects the language where it does not know `language`."""
         import whisper
 
         known = _primary(language)
         spoken = known if known in whisper.tokenizer.LANGUAGES else None
         with torch.inference_mode():
             heard = whisper.transcribe(
-                self.model, audio.numpy(), language=spoken if self.model.is_multilingual else "en", temperature=0.0,
-                condition_on_previous_text=False, no_speech_threshold=None, fp16=self.model.device.type == "cuda",
+                self.model, resample(audio, sample_rate, SAMPLE_RATE).numpy(), temperature=0.0,
+                language=spoken if self.model.is_multilingual else "en", condition_on_previous_text=False,
+                no_speech_threshold=None, fp16=self.model.device.type == "cuda",
             )  # fmt: skip
         return str(heard["text"]).strip()
 
@@ -133,16 +133,21 @@ def _primary(language: str) -> str:
     return language.replace("_", "-").split("-")[0].casefold()
 
 
-def _openai(path: Path) -> tuple[dict[str, int], Mapping[str, Lazy], Any]:
+Stored = tuple[dict[str, int], Mapping[str, Lazy], Callable[[str], str]]
+"""A Whisper's sizes by OpenAI's names, its tensors, and what gives OpenAI's name of a tensor the one it is stored under."""
+
+
+def _openai(path: Path) -> Stored:
     if not path.is_file():
         raise UserError(f"Whisper {path} does not exist: name OpenAI's .pt file, or a Hugging Face folder")
     data = read_torch(path)
-    if not isinstance(data, Mapping) or not {"dims", "model_state_dict"} <= set(data):
+    if not isinstance(data, Mapping) or not {"dims", "model_state_dict"} <= set(data) or not isinstance(data["dims"], Mapping):
         raise UserError(f"{path} is no Whisper of OpenAI's: it must hold dims and model_state_dict")
-    return _sizes(data["dims"], {name: name for name in _DIMENSIONS}, path), state_of(data["model_state_dict"], path), str
+    sizes = {name: whole_number(data["dims"], name, path) for name in _DIMENSIONS}
+    return sizes, state_of(data["model_state_dict"], path), str
 
 
-def _huggingface(path: Path) -> tuple[dict[str, int], Mapping[str, Lazy], Any]:
+def _huggingface(path: Path) -> Stored:
     settings = read_json(path / "config.json")
     if settings.get("model_type") != "whisper":
         raise UserError(f"{path} is no Whisper: its config.json has model_type {settings.get('model_type')!r}")
@@ -154,17 +159,7 @@ def _huggingface(path: Path) -> tuple[dict[str, int], Mapping[str, Lazy], Any]:
             name = name.replace(ours, other)
         return prefix + name
 
-    return _sizes(settings, _DIMENSIONS, path / "config.json"), weights, theirs
-
-
-def _sizes(settings: Any, names: Mapping[str, str], where: Path) -> dict[str, int]:
-    sizes = {}
-    for ours, theirs in names.items():
-        value = settings.get(theirs) if isinstance(settings, Mapping) else None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{where}: {theirs} is {value!r}; it must be a whole number")
-        sizes[ours] = value
-    return sizes
+    return {name: whole_number(settings, other, path / "config.json") for name, other in _DIMENSIONS.items()}, weights, theirs
 
 
 class Sphinx:
@@ -220,25 +215,15 @@ class ASR(Protocol):
         """Transcribe a recording [S]; "" for silence."""
 
 
-class WhisperASR:
-    """ASR by a Whisper (OpenAI's .pt file or a Hugging Face folder), greedily; UserError where the weights are none."""
-
-    def __init__(self, weights: Path, device: str = "cpu") -> None:
-        if not weights.exists():
-            raise UserError(f"--asr {weights} does not exist: name a Whisper's .pt file or folder, or 'sphinx'")
-        self._inner = WhisperTranscriber(weights, device)
-        self.name = f"whisper {weights.name}"
-
-    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
-        """See `ASR`."""
-        return self._inner.transcribe(resample(audio, sample_rate, SAMPLE_RATE), language)
-
-
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:
     """Open the ASR `name`: `sphinx`, with its `words` and `longest`, or a Whisper's file or folder; None without a name."""
     if name is None:
         return None
-    return Sphinx(words, longest) if name == "sphinx" else WhisperASR(Path(name), device)
+    if name == "sphinx":
+        return Sphinx(words, longest)
+    if not Path(name).exists():
+        raise UserError(f"--asr {name} does not exist: name a Whisper's .pt file or folder, or 'sphinx'")
+    return WhisperASR(Path(name), device)
 
 
 def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:

@@ -14,7 +14,7 @@ from tests.train.eval.toys import QUICK, noise, save_model
 from train.cli import main
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row, RowTurn, Sound
-from train.eval.answers import figures_of_turns
+from train.eval.report import figures_of_turns
 
 
 def asked(number: int, answer: str = "x") -> RowTurn:
@@ -56,4 +56,4 @@ def report(folder: Path) -> dict:
 
 
 def test_no_records_have_no_figures() -> None:
-    assert figures_of_turns([]) == figures_of_turns([{"index": 0, "broken": "why"}]) == []
+    assert figures_of_turns([]) == figures_of_turns([{"index": 0, "broken": "why"}]) == {}

@@ -35,7 +35,7 @@ from train.data.rows.row import Row, RowTurn, Sound
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from train.scoring.asr import WhisperTranscriber
+    from train.scoring.asr import WhisperASR
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class KeptDigests:
 class RowFilter:
     """Judges rows singly; `asr` hears for the rule `max_wer`."""
 
-    def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperTranscriber | None = None) -> None:
+    def __init__(self, rules: Rules, codecs: Codecs | None = None, asr: WhisperASR | None = None) -> None:
         self.rules, self.codecs, self.asr = rules, codecs or Codecs(), asr
 
     def judge(self, item: FoundRow) -> JudgedRow:
@@ -254,7 +254,7 @@ class RowFilter:
                 if audio is None:
                     continue
                 assert self.asr is not None
-                heard = self.asr.transcribe(audio, row.language)
+                heard = self.asr.transcribe(audio, SAMPLE_RATE, row.language)
                 rate = error_rate(text, heard, row.language)
                 if rate > most:
                     said = f"word error rate {percent(rate)}, the most is {100 * most:g} %"
@@ -278,7 +278,7 @@ class RowFilter:
 
 
 def row_judge(
-    scan: Scan, rules: Rules, codecs: Codecs, whisper: Callable[[], WhisperTranscriber] | None
+    scan: Scan, rules: Rules, codecs: Codecs, whisper: Callable[[], WhisperASR] | None
 ) -> Callable[[range], list[JudgedBlock]]:
     """Begin a process that judges rows, in blocks of `BLOCK` items."""
     import pyarrow as pa
@@ -302,7 +302,7 @@ def filter_rows(
     out: Path,
     rules: Rules,
     codecs: Codecs | None = None,
-    whisper: Callable[[], WhisperTranscriber] | None = None,
+    whisper: Callable[[], WhisperASR] | None = None,
     shard_mb: int = 256,
     progress: Progress = "off",
     processes: Processes = HERE,

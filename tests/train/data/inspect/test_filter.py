@@ -27,7 +27,7 @@ from train.data.inspect.scan import Scan
 from train.data.prepare.shards import checksum
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes, Sound, to_plain
-from train.scoring.asr import WhisperTranscriber, error_rate
+from train.scoring.asr import WhisperASR, error_rate
 
 
 def rules(folder: Path, text: str) -> Path:
@@ -108,7 +108,7 @@ def test_codes_that_can_never_be_heard_cost_their_row_alone(tmp_path: Path, monk
     rows = [replace(each, turns=(replace(each.turns[0], answer_audio=None),)) for each in rows]
 
     class FakeASR:
-        def transcribe(self, audio: torch.Tensor, language: str) -> str:
+        def transcribe(self, audio: torch.Tensor, sample_rate: int, language: str) -> str:
             return rows[0].turns[0].answer_text
 
     rules = Rules(drop_errors=False, max_wer=WerRule(answer=9.0))
@@ -262,7 +262,7 @@ def test_word_error_rate_is_jiwers_on_what_the_whisper_says(weights: Path, tmp_p
     assert said.split()
     texts = ["say one two", f"{said.split()[0]} at least"]
     rates = [jiwer.wer(normal(text), said) for text in texts]
-    asr = WhisperTranscriber(weights)
+    asr = WhisperASR(weights)
     judged = RowFilter(read_rules(rules(tmp_path, f"max_wer: {{question: {max(rates) - 1e-6}}}")), asr=asr)
     worse = rates.index(max(rates))
     for i, text in enumerate(texts):
@@ -288,7 +288,7 @@ def test_answers_that_are_codes_only_are_heard_through_their_codec(monkeypatch: 
     asked = []
 
     class FakeASR:
-        def transcribe(self, audio: torch.Tensor, language: str) -> str:
+        def transcribe(self, audio: torch.Tensor, sample_rate: int, language: str) -> str:
             asked.append((len(audio), language))
             return turn.turns[0].answer_text
 
@@ -306,7 +306,7 @@ def test_hugging_face_folders_hear_the_same(weights: Path, tmp_path: Path) -> No
     torch.manual_seed(1)
     model = transformers.WhisperForConditionalGeneration(config).eval()
     model.save_pretrained(tmp_path / "hf")
-    asr = WhisperTranscriber(tmp_path / "hf")
+    asr = WhisperASR(tmp_path / "hf")
     mel, ids = torch.randn(1, 80, 3000), torch.tensor([[50258, 50259, 7, 9]])
     with torch.no_grad():
         theirs = model(input_features=mel, decoder_input_ids=ids).logits

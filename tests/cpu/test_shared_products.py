@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.cpu import shared_products
-from omni.cpu.shared_products import multiply
+from omni.cpu import compiled_int8
+from omni.cpu.compiled_int8 import multiply
 from omni.utils import hardware
 
 
-def product(numbers: str, x: Tensor, weight: Tensor, scale: Tensor | None = None, threads: int = 1) -> Tensor:
+def product(x: Tensor, weight: Tensor, scale: Tensor, threads: int = 1) -> Tensor:
     out = torch.full((len(x), len(weight)), float("nan"))
-    multiply(numbers, x, weight, scale, out, threads)
+    multiply(x, weight, scale, out, threads)
     return out
 
 
 @pytest.fixture(params=[1, 3, "no runtime"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(shared_products, "LEAST", 1)
+    monkeypatch.setattr(compiled_int8, "LEAST", 1)
     if request.param == "no runtime":
         monkeypatch.setattr(hardware, "_libgomp", lambda: None)
         return 2
@@ -41,30 +41,14 @@ def test_int8_is_exact(inputs: int, threads: int) -> None:
     wanted = ((rows.double() - 128) @ weight.double().T).float() * scale
     for count in (1, 2, 3, 4, 5, 7, 33, 70):
         for outputs in (1, 2, 3, 41):
-            assert product("int8", rows[:count], weight[:outputs], scale[:outputs], threads).equal(wanted[:count, :outputs])
+            assert product(rows[:count], weight[:outputs], scale[:outputs], threads).equal(wanted[:count, :outputs])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inputs", [1, 7, 300])
-def test_a_row_is_the_same_in_any_company(inputs: int, dtype: torch.dtype, threads: int) -> None:
-    """Also beside one that is not finite, which stays so."""
-    x, weight = (torch.randn(n, inputs, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (7, 70))
-    wanted, numbers, rows = x.double() @ weight.double().T, str(dtype).removeprefix("torch."), x.float()
-    alone = torch.cat([product(numbers, row[None], weight) for row in rows])
-    assert float((alone.double() - wanted).norm() / wanted.norm()) < 1e-6
-    for count in (1, 2, 3, 7):
-        assert torch.equal(product(numbers, rows[:count], weight, threads=threads), alone[:count])
-    rows[2], rows[3, 0] = float("nan"), float("inf")
-    broken = product(numbers, rows, weight, threads=threads)
-    assert not broken[2:4].isfinite().any() and torch.equal(broken[4:], alone[4:]) and torch.equal(broken[:2], alone[:2])
-
-
-@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8"])
-def test_what_was_compiled_is_found_by_the_next_process(numbers: str) -> None:
+def test_what_was_compiled_is_found_by_the_next_process() -> None:
     """Another object of the same function, as another process has it."""
-    shared_products.compile_for(numbers)
-    shared_products.compile_for.cache_clear()
-    assert shared_products.compile_for(numbers).cache_hits == 1
+    compiled_int8.product_of_threads()
+    compiled_int8.product_of_threads.cache_clear()
+    assert compiled_int8.product_of_threads().cache_hits == 1
 
 
 @pytest.mark.long
@@ -72,8 +56,9 @@ def test_what_was_compiled_is_found_by_the_next_process(numbers: str) -> None:
 def test_damaged_files_are_told_and_made_again(damage: bytes, tmp_path: Path) -> None:
     """Of functions that are called from Python, and of those that threads call."""
     code = (
-        "import logging, torch; from omni.cpu import compiled, shared_products as s; logging.basicConfig(); compiled.start(); "
-        "out = torch.empty(1, 1); s.multiply('float32', torch.ones(1, 3), torch.ones(1, 3), None, out, 1); print(out.item())"
+        "import logging, torch; from omni.cpu import compiled, compiled_int8 as c; logging.basicConfig(); compiled.start(); "
+        "out, one = torch.empty(1, 1), torch.ones(1); "
+        "c.multiply(torch.full((1, 3), 129).byte(), torch.ones(1, 3).char(), one, out, 1); print(out.item())"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
 
@@ -86,5 +71,5 @@ def test_damaged_files_are_told_and_made_again(damage: bytes, tmp_path: Path) ->
     for path in kept:
         path.write_bytes(damage)
     out, told = run()
-    assert out == "3.0\n" and "_clear is compiled again: what is kept of it in" in told and "_share_float32 is" in told
+    assert out == "3.0\n" and "clear is compiled again: what is kept of it in" in told and "_share_product is" in told
     assert run() == ("3.0\n", "") and {path for path in kept if path.suffix == ".nbi"} <= set(tmp_path.rglob("*.nb?"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omni.cpu import compiled
+from omni.cpu import compiled, compiled_int8
 
 Array = np.ndarray[Any, Any]
 Place = Callable[..., Array]
@@ -45,20 +45,20 @@ def norm(place: Place) -> list[Array]:
 def add_and_round(place: Place) -> list[Array]:
     x, products = place((1, WIDTH), numbers(0, 1, WIDTH)), place((1, WIDTH), numbers(1, 1, WIDTH))
     held, factor = place((1, WIDTH), dtype=np.uint8), place((1,), numbers(2, 1))
-    compiled.add_and_round_norm(x, products, numbers(1, WIDTH), np.float32(1e-5), held, factor)
+    compiled_int8.add_and_round_norm(x, products, numbers(1, WIDTH), np.float32(1e-5), held, factor)
     return [x, held, factor]
 
 
 def gate(place: Place) -> list[Array]:
     products, factor = place((1, 2 * WIDTH), numbers(0, 1, 2 * WIDTH)), place((1,), numbers(1, 1))
     held = place((1, WIDTH), dtype=np.uint8)
-    compiled.gate_and_round(products, factor, held)
+    compiled_int8.gate_and_round(products, factor, held)
     return [held, factor]
 
 
 def add(place: Place) -> list[Array]:
     x, products = place((1, WIDTH), numbers(0, 1, WIDTH)), place((1, WIDTH), numbers(1, 1, WIDTH))
-    compiled.add(x, products, numbers(2, 1))
+    compiled_int8.add(x, products, numbers(2, 1))
     return [x]
 
 
@@ -69,7 +69,7 @@ def turn(place: Place) -> list[Array]:
     keys, values = place((2, 5, 1, 16)), place((2, 5, 1, 16))
     active, writes = np.arange(2), np.array([1, 7])
     norms = numbers(3, 2, 16)
-    compiled.turn_and_keep(
+    compiled_int8.write_heads(
         products, numbers(4, 2), numbers(5, 96), active, writes, cos, sin, np.float32(1e-5), *norms, keys, values, wide
     )
     return [wide, keys, values]
@@ -82,16 +82,7 @@ def embed(place: Place) -> list[Array]:
     return [out]
 
 
-def encoded(place: Place) -> list[Array]:
-    """Through a block of an encoder, which keeps what it makes in memory of its own."""
-    x, d, inner = place((5, 16), numbers(0, 5, 16)), 16, 24
-    shapes = [(d,), (d,), (d, d), (d,), (d, d), (d, d), (d,), (d, d), (d,), (d,), (d,), (inner, d), (inner,), (d, inner), (d,)]
-    parts = [place(shape, numbers(n + 1, *shape)) for n, shape in enumerate(shapes)]
-    compiled.encoder_block(x, np.array([0, 3, 5]), 2, np.float32(1e-5), *parts)
-    return [x]
-
-
-@pytest.mark.parametrize("work", [norm, add_and_round, gate, add, turn, embed, encoded])
+@pytest.mark.parametrize("work", [norm, add_and_round, gate, add, turn, embed])
 def test_neighbours_change_no_bit(work: Callable[[Place], list[Array]]) -> None:
     far = work(placer(4096))
     for gap in (0, 4, 64, 192, 320):

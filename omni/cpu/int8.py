@@ -17,7 +17,6 @@ their precision.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple, cast
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from omni.cpu import shared_products
+from omni.cpu import compiled_int8
 from omni.errors import UserError
 from omni.model.linears import TEXT_TABLE, checksum_of, is_quantized, linears_of, text_rows_of
 from omni.utils.private import has_forward_hooks
@@ -36,8 +35,7 @@ MOST = 127
 """Largest number of either sign."""
 
 FEWEST = 4
-"""Rows that oneDNN multiplies at least: on an AMD EPYC all weights of a 0.5B model take 23.3 ms for one row, 26.6 for two, 21.5
-for four (from memory, of which reading them is 15.3)."""
+"""Rows that oneDNN multiplies at least: on an AMD EPYC all weights of 0.5B take 26.6 ms for two rows, and 21.5 for four."""
 
 
 class Packed(NamedTuple):
@@ -49,10 +47,7 @@ class Packed(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Rows [M, K] as uint8 of 1 to 255, of which 128 is 0, at least `fewest`; and the factor of each row's products, [M, 1].
-
-    Fewer rows than that lie in memory that the thread's next ones take.
-    """
+    """Rows [M, K] as uint8 of 1 to 255, of which 128 is 0; and the factor of each row's products, [M, 1]."""
 
     held: Tensor
     factor: Tensor
@@ -177,38 +172,19 @@ def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
 
 def product_of(rows: Rounded, packed: Packed) -> Tensor:
     """Products [M, N] float32 of rounded rows."""
-    (held, factor), bias = rows, packed.bias
-    out = raw_product(held, packed)
-    count = factor.shape[0]
-    if count < held.shape[0]:
-        out = out.narrow(0, 0, count)
-    return out.mul_(factor) if bias is None else torch.addcmul(bias, out, factor)
+    out = raw_product(rows.held, packed)
+    return out.mul_(rows.factor) if packed.bias is None else torch.addcmul(packed.bias, out, rows.factor)
 
 
 def raw_product(held: Tensor, packed: Packed) -> Tensor:
     """Products [M, N] float32 of rounded rows, without the rows' factors and the biases."""
-    weight, scale, _ = packed
     if exact():
-        return _exact_product(held, weight, scale)
-    out = torch.empty(len(held), len(weight))
-    shared_products.multiply("int8", held, weight, scale, out, torch.get_num_threads())
+        count = len(held)
+        rows = F.pad(held, (0, 0, 0, FEWEST - count)) if count < FEWEST else held
+        return _exact_product(rows, packed.weight, packed.scale)[:count]
+    out = torch.empty(len(held), len(packed.weight))
+    compiled_int8.multiply(held, packed.weight, packed.scale, out, torch.get_num_threads())
     return out
-
-
-def prepare() -> None:
-    """Compile the product where it is the compiled one, before the first question: it takes seconds once."""
-    if not exact():
-        shared_products.compile_for("int8")
-
-
-def fewest() -> int:
-    """Rows that are multiplied at least."""
-    return FEWEST if exact() else 1
-
-
-def few_rows(count: int, width: int) -> Tensor:
-    """Memory for so many rounded rows, at least as many as are multiplied; what makes up the number is of any values."""
-    return torch.empty(max(count, fewest()), width, dtype=torch.uint8)
 
 
 def _float(x: Tensor) -> Tensor:
@@ -239,16 +215,11 @@ def _middle(width: int) -> Tensor:
 def rounded(rows: Tensor) -> Rounded:
     """Rows [M, K] float32 as whole numbers, and the largest |x| of each.
 
-    What makes up the number is of any values, and so is a row of zeros; one that is not finite has no finite largest.
+    A row of zeros is of any values; one that is not finite has no finite largest.
     """
-    count = rows.shape[0]
     largest = rows.abs().amax(1, keepdim=True)
     scaled = torch.addcdiv(_middle(rows.shape[1]), rows, largest, value=MOST)
-    if count >= fewest():  # by way of int32, which takes a third of the time
-        return Rounded(scaled.to(torch.int32).to(torch.uint8), largest)
-    held, here = _FEW.held(count, rows.shape[1])
-    here.copy_(scaled)
-    return Rounded(held, largest)
+    return Rounded(scaled.to(torch.int32).to(torch.uint8), largest)  # by way of int32, which takes a third of the time
 
 
 def rounded_norm(rows: Tensor, weight: Tensor, eps: float) -> Rounded:
@@ -257,25 +228,6 @@ def rounded_norm(rows: Tensor, weight: Tensor, eps: float) -> Rounded:
     count = rows.shape[1]
     length = torch.hypot(torch.linalg.vector_norm(rows, 2, -1, True), _constant(eps * count, 0.5))
     return Rounded(held, torch.addcdiv(_constant(0.0), most, length, value=count**0.5))
-
-
-class _FewRows(threading.local):
-    """Memory for the rounded rows of products of few rows, of one thread: it is read before the next such rows are written."""
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def held(self, count: int, width: int) -> tuple[Tensor, Tensor]:
-        """`fewest` rows, and the first `count` of them."""
-        memory = self._held.get((count, width))
-        if memory is None:
-            with torch.inference_mode(False):
-                held = torch.full((fewest(), width), 128, dtype=torch.uint8)
-            memory = self._held[count, width] = held, held[:count]
-        return memory
-
-
-_FEW = _FewRows()
 
 
 def _prepack(weight: Tensor) -> Tensor:

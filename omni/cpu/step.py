@@ -1,29 +1,32 @@
-"""A step of the decoder on a CPU, or a prefill, compiled where it measured faster (`omni.cpu.compiled`, `omni.cpu.kernels`).
+"""A step of the decoder on a CPU, one column of each row, compiled (`omni.cpu.compiled`) where `omni.cpu.products` says so.
 
 In float32 a small model's blocks are a single call, and in int8 there is one between two products. The float32 weights of one
-input become views of one tensor, so that what changes them in place changes it. In a step, a block beside whose parts
-something acts (an adapter, an edit, a hook), or that is of another kind, is run as it is, between the others.
+input become views of one tensor, so that what changes them in place changes it. A block beside whose parts something acts (an
+adapter, an edit, a hook), or that is of another kind, is run as it is, between the others.
 
 Dimensions: B rows, K streams, W width, D size of a head, V slots that are read.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from omni.cpu import compiled
-from omni.cpu.kernels import SMALL, StepShape
+from omni.cpu import compiled, compiled_int8
+from omni.cpu.int8 import Int8Linear, packed_of, raw_product
+from omni.cpu.products import SMALL
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
 from omni.model.fingerprint import Fingerprint
-from omni.model.int8 import Int8Linear, few_rows, packed_of, raw_product
 from omni.model.kv_cache import KVCache
 from omni.model.linears import fuse_weights
-from omni.utils.private import children, has_forward_hooks
+from omni.utils.private import has_forward_hooks
+
+LOG = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 _NONE, _NO_ROWS = np.empty(0, np.float32), np.empty((0, 0), np.float32)
@@ -38,48 +41,30 @@ class DecoderStep:
     def __reduce__(self) -> tuple[type[DecoderStep], tuple[()]]:
         return DecoderStep, ()  # a copy of the decoder has other weights
 
-    def __call__(
-        self,
-        decoder: Any,
-        tokens: Tensor,
-        features: Tensor | None,
-        feature_index: Tensor | None,
-        input_pos: Tensor,
-        cache: KVCache,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Hidden states [B, T, W] for the text head and for the audio heads, as the `forward` of a `Decoder` gives them; None
-        where no block is compiled, or, of several columns, not every one."""
-        norm = decoder.norm.weight
-        if decoder.kernels is None or torch.is_grad_enabled() or norm.device.type != "cpu" or norm.dtype != torch.float32:
+    def __call__(self, decoder: Any, tokens: Tensor, input_pos: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
+        """Hidden states [B, 1, W] for the text head and for the audio heads, as the `forward` of a `Decoder` gives them for
+        tokens [B, K, 1]; None of several columns, and where no block is compiled."""
+        if tokens.shape[2] > 1 or not self._compiles(decoder, decoder.norm.weight) or cache.dtype != torch.float32:
             return None  # while autograd records, the cache's `update` refuses to be written
-        if cache.dtype != torch.float32 or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return None
         blocks = [*decoder.blocks, *decoder.post_blocks]
         if len(self._blocks) != len(blocks):
             self._blocks = [_BlockStep() for _ in blocks]
-        columns = tokens.shape[2]
-        steps = [step if step.matches(block, columns > 1) else None for step, block in zip(self._blocks, blocks, strict=True)]
-        if not any(steps) or (columns > 1 and not all(steps)):
+        steps = [step if step.matches(block) else None for step, block in zip(self._blocks, blocks, strict=True)]
+        x = self._embed(decoder, tokens) if any(steps) else None
+        if x is None:
             return None
-        if columns > 1 or features is not None:
-            embedded = _owned(decoder.embed(tokens, features, feature_index))
-        else:
-            embedded = self._embed(decoder, tokens)
-        if embedded is None:
-            return None
-        x = embedded
-        (rows, width), shape = x.shape, (tokens.shape[0], columns, x.shape[1])
+        rows = len(x)
         mask = cache.write_slots_and_mask(input_pos)
         cos, sin = (np.empty((rows, 2 * len(decoder.rope)), np.float32) for _ in range(2))
         inputs = _Inputs(cache, mask.numpy().reshape(rows, -1), cos, sin)
-        compiled.rope_cos_sin(np.ascontiguousarray(input_pos.numpy().reshape(-1)), decoder.rope.numpy(), cos, sin)
+        compiled.rope_cos_sin(np.ascontiguousarray(input_pos.numpy()[:, 0]), decoder.rope.numpy(), cos, sin)
         outputs: list[Tensor] = []
         run: list[tuple[Any, _BlockStep, int]] = []  # neighbours that are one call
         for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
             if run and (layer == len(decoder.blocks) or step is None or step.shape != run[-1][1].shape):
                 run = _take(run, x, inputs)
             if layer == len(decoder.blocks):
-                outputs.append(_normed(decoder.norm, x, shape))
+                outputs.append(_normed(decoder.norm, x))
             if step is not None and step.shape.dtype == "float32":
                 run.append((block, step, layer))
             elif step is not None:
@@ -87,26 +72,26 @@ class DecoderStep:
             else:
                 rope = tuple(torch.from_numpy(part)[:, None, None] for part in (cos, sin))
                 y = block(torch.from_numpy(x)[:, None], rope, mask, cache, layer)
-                x = y.numpy().reshape(rows, width).copy()  # which the next one changes
+                x = y.numpy()[:, 0].copy()  # which the next one changes
         _take(run, x, inputs)
-        last = decoder.norm if decoder.post_norm is None else decoder.post_norm
-        outputs.append(_normed(last, x, shape))
+        outputs.append(_normed(decoder.norm if decoder.post_norm is None else decoder.post_norm, x))
         return outputs[0], outputs[-1]
+
+    def _compiles(self, decoder: Any, *tensors: Tensor) -> bool:
+        if not decoder.fast or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
+        return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors)
 
     def logits(self, decoder: Any, head: nn.Module, x: Tensor) -> Tensor | None:
         """Products [..., V] of hidden states x [..., W] and a small head, or tied table; None where the decoder's blocks are
         not compiled in float32."""
-        if decoder.kernels is None or not len(decoder.blocks) or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return None
         weight: Any = head.weight
         if type(head) not in (nn.Linear, nn.Embedding) or has_forward_hooks(head) or type(weight) is not nn.Parameter:
             return None
-        if getattr(head, "bias", None) is not None:
-            return None
-        if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in (x, weight)) or weight.numel() > SMALL:
+        if getattr(head, "bias", None) is not None or weight.numel() > SMALL or not self._compiles(decoder, x, weight):
             return None
         (step,) = self._blocks[:1] or [_BlockStep()]
-        if torch.is_autocast_enabled("cpu") or not step.matches(decoder.blocks[0], False) or step.shape.dtype != "float32":
+        if not len(decoder.blocks) or not step.matches(decoder.blocks[0]) or step.shape.dtype != "float32":
             return None
         rows, table = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1])), _array(weight)
         out = np.empty((len(rows), len(table)), np.float32)
@@ -117,7 +102,8 @@ class DecoderStep:
         """Embeddings [B, W] of one column, in memory of their own; None where they are not float32."""
         tables = decoder.audio_embedding, decoder.text_embedding
         if any(type(table) is not nn.Embedding or has_forward_hooks(table) for table in tables):
-            return _owned(decoder.embed(tokens))
+            x = decoder.embed(tokens)[:, 0]
+            return x.numpy().copy() if x.dtype == torch.float32 else None
         audio, text = (table.weight.numpy(force=True) for table in tables)
         out = np.empty((tokens.shape[0], text.shape[1]), np.float32)
         scale = np.float32(1 / len(decoder.layout) if decoder.config.combine == "mean" else 1)
@@ -126,24 +112,19 @@ class DecoderStep:
         return out
 
 
-def _owned(x: Tensor) -> Array | None:
-    """Embeddings [B, T, W] as an array [B T, W] of its own; None where they are not float32."""
-    return x.numpy().reshape(-1, x.shape[2]).copy() if x.dtype == torch.float32 else None
-
-
 def _array(x: Tensor) -> Array:
     """A tensor as an array whose numbers are neighbours: of others, what is compiled is compiled again."""
     return np.ascontiguousarray(x.numpy(force=True))
 
 
-def _normed(norm: nn.RMSNorm, x: Array, shape: tuple[int, ...]) -> Tensor:
-    """x [B T, W] normed, as [B, T, W]; in memory of its own."""
+def _normed(norm: nn.RMSNorm, x: Array) -> Tensor:
+    """x [B, W] normed, as [B, 1, W]; in memory of its own."""
     if type(norm) is not RMSNorm or has_forward_hooks(norm):
-        hidden: Tensor = norm(torch.from_numpy(x.reshape(shape).copy()))
+        hidden: Tensor = norm(torch.from_numpy(x.copy())[:, None])
         return hidden
     out = np.empty_like(x)
     compiled.norm_rows(x, norm.weight.numpy(force=True), np.float32(norm.eps), out)
-    return torch.from_numpy(out.reshape(shape))
+    return torch.from_numpy(out[:, None])
 
 
 class _Inputs:
@@ -152,9 +133,9 @@ class _Inputs:
     def __init__(self, cache: KVCache, mask: Array, cos: Array, sin: Array) -> None:
         self.cache, self.writes = cache, cache.writes.numpy()
         self.mask, self.cos, self.sin = mask, cos, sin
-        self._shared: dict[int, tuple[compiled.SharedAttention, Array, Array, Array]] = {}
+        self._shared: dict[int, tuple[compiled_int8.SharedAttention, Array, Array, Array]] = {}
 
-    def attention(self, heads: int) -> tuple[compiled.SharedAttention, Array, Array, Array]:
+    def attention(self, heads: int) -> tuple[compiled_int8.SharedAttention, Array, Array, Array]:
         """The task of threads for an attention of so many heads, without keys and values; the rows that do not rest [N], and
         memory for their queries, keys and values and for the result, [N, (H + 2 G) D] and [N, H D]. The same for each block."""
         entry = self._shared.get(heads)
@@ -163,7 +144,7 @@ class _Inputs:
             active = compiled.active_of(self.writes, slots)
             wide = np.empty((len(active), (heads + 2 * kv_heads) * size), np.float32)
             y = np.empty((len(active), heads * size), np.float32)
-            task = compiled.SharedAttention(
+            task = compiled_int8.SharedAttention(
                 0, len(active), len(self.writes), of, slots, heads, kv_heads, size, self.mask.shape[1], self.cache.ring,
                 *(held.ctypes.data for held in (active, self.writes, self.mask, wide)), 0, 0, y.ctypes.data,
             )  # fmt: skip
@@ -189,7 +170,7 @@ class _BlockStep:
     """The compiled step of one block.
 
     Attributes:
-        shape: its key in measurements, None where it cannot be taken; float32 blocks of one shape are taken together.
+        shape: None where it cannot be compiled; float32 blocks of one shape are taken together.
         addresses: of a float32 block's weights in the order of `compiled.blocks`, 0 for what it lacks.
     """
 
@@ -200,14 +181,11 @@ class _BlockStep:
         self.addresses: list[int] = []
         self._held: list[Array] = []  # the weights that are read as arrays
 
-    def matches(self, block: nn.Module, several: bool) -> bool:
-        """Whether the block is compiled for one column, or for several: it measured faster, and nothing acts beside a part."""
+    def matches(self, block: nn.Module) -> bool:
+        """Whether the block is compiled: it can be, and nothing acts beside a part."""
         if block is not self._block or self._parts is None or not self._parts.same():
             self._look(block)
-        if self.shape is None or self._parts.has_forward_hooks():  # type: ignore[union-attr]
-            return False
-        kernels: Any = children(block)["attention"].kernels
-        return kernels is not None and kernels.compiled(self.shape, "prefill" if several else "step")
+        return self.shape is not None and not self._parts.has_forward_hooks()  # type: ignore[union-attr]
 
     def _look(self, block: Any) -> None:
         """Take the block's weights as arrays, where they can be; those of one input become parts of one."""
@@ -243,25 +221,37 @@ class _BlockStep:
         groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)
         packed = [packed_of(group) for group in groups]
         biases = packed[0].bias
-        normed, heads, inner = (few_rows(rows, n) for n in (x.shape[1], part.heads * part.head_dim, mlp.down.in_features))
+        widths = x.shape[1], part.heads * part.head_dim, mlp.down.in_features
+        normed, heads, inner = (torch.empty(rows, width, dtype=torch.uint8) for width in widths)
         factor = np.empty(rows, np.float32)
-        compiled.add_and_round_norm(x, _NO_ROWS, attention_norm, eps, normed.numpy(), factor)
+        compiled_int8.add_and_round_norm(x, _NO_ROWS, attention_norm, eps, normed.numpy(), factor)
         qkv = raw_product(normed, packed[0]).numpy()
         task, active, wide, y = inputs.attention(part.heads)
-        compiled.turn_and_keep(
+        compiled_int8.write_heads(
             qkv, factor, _NONE if biases is None else biases.numpy(), active, inputs.writes, inputs.cos, inputs.sin, eps,
             q_norm, k_norm, cache.keys[layer].numpy(), cache.values[layer].numpy(), wide,
         )  # fmt: skip
         task.keys, task.values = cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()
-        compiled.attend(task, torch.get_num_threads())
-        compiled.round_rows(y, active, heads.numpy(), factor)
-        compiled.add_and_round_norm(x, raw_product(heads, packed[1]).numpy(), mlp_norm, eps, normed.numpy(), factor)
-        compiled.gate_and_round(raw_product(normed, packed[2]).numpy(), factor, inner.numpy())
-        compiled.add(x, raw_product(inner, packed[3]).numpy(), factor)
+        compiled_int8.attend(task, torch.get_num_threads())
+        compiled_int8.round_rows(y, active, heads.numpy(), factor)
+        compiled_int8.add_and_round_norm(x, raw_product(heads, packed[1]).numpy(), mlp_norm, eps, normed.numpy(), factor)
+        compiled_int8.gate_and_round(raw_product(normed, packed[2]).numpy(), factor, inner.numpy())
+        compiled_int8.add(x, raw_product(inner, packed[3]).numpy(), factor)
+
+
+class StepShape(NamedTuple):
+    """What a compiled block is like. `dtype` is `float32` or `int8`."""
+
+    dtype: str
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
 
 
 def step_shape(block: nn.Module) -> StepShape | None:
-    """Key of a block's step in measurements (`omni.cpu.kernels`); None where it cannot be compiled."""
+    """The shape of a block; None where it cannot be compiled."""
     if type(block) is not Block:
         return None
     part, mlp = block.attention, block.mlp
@@ -280,3 +270,15 @@ def step_shape(block: nn.Module) -> StepShape | None:
     else:
         return None
     return StepShape(dtype, part.q.in_features, part.heads, part.kv_heads, part.head_dim, mlp.down.in_features)
+
+
+@torch.inference_mode()
+def prepare(model: Any) -> None:
+    """Compile what a model's steps take before the first question: half a minute once on a processor, then read from numba's
+    cache."""
+    decoder = model.decoder
+    if not decoder.fast or all(step_shape(block) is None for block in decoder.blocks):
+        return
+    LOG.info("compiling steps; the first time on a processor it takes half a minute")
+    column = torch.zeros(1, len(decoder.layout), 1, dtype=torch.long)
+    decoder.logits(decoder(column, input_pos=torch.zeros(1, 1, dtype=torch.long), cache=model.make_cache(1, 1)))
