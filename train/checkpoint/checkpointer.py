@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Checkpointer:
         position: state of the run that is not tensors; `resume` replaces it.
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
-        on_save: called with the step and the folder of a checkpoint that is written, or has begun to be.
+        observers: whose `on_save` is called with the step and the folder, the last one first.
         uploads: copies checkpoints and the model to a store; None without, and in other processes than the first.
     """
 
@@ -73,7 +73,7 @@ class Checkpointer:
         self.saved: Path | None = None
         self.asynchronous = config.checkpoint.asynchronous
         self.say: Callable[[str], None] = lambda text: None
-        self.on_save: Callable[[int, Path], None] = lambda step, checkpoint: None
+        self.observers: Sequence[Any] = ()
         self.saves = ProcessGroup(fabric)  # of their own: messages of saves and of steps must not meet
         self._copy: StateCopy | None = None
         self.writing: Background | None = None
@@ -209,7 +209,8 @@ class Checkpointer:
         else:
             self.writing = Background(lambda: self._write(copied))
         self.saved = held.target
-        self.on_save(position.step, held.target)
+        for observer in reversed(self.observers):
+            observer.on_save(position.step, held.target)
 
     def _copied(self, held: state.CheckpointContent) -> state.CheckpointContent | None:
         """A copy of the state on the host; None where a machine has no memory for it, in all processes alike."""

@@ -53,10 +53,9 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
     with importing():
         from train.distributed.fabric import build_fabric
         from train.trainer.build import prepare, with_alignment
-        from train.trainer.guard import StepGuard
         from train.trainer.preflight import check_start
         from train.trainer.signals import Stop
-        from train.trainer.step import GuardedStep
+        from train.trainer.step import GuardedStep, StepGuard
 
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(

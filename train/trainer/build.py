@@ -45,25 +45,24 @@ from train.distributed.fabric import (
 from train.distributed.launching import check_shared, launch
 from train.distributed.process_group import ProcessGroup, lost_named
 from train.distributed.sharding import ParallelDims
+from train.eval.held_out import items_of
 from train.objective.objective import Objective, cells, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
 from train.trainer import announce, plots
 from train.trainer.balanced_step import Balanced, Balancing
 from train.trainer.feed import Feed
-from train.trainer.guard import StepGuard
 from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepMetrics
 from train.trainer.observers import Begun, LogWriter, StepHealth, StepLines
-from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, build_callbacks
+from train.trainer.parts import CALLBACKS, Callback, Callbacks, Figures, Outcome, Parts, build_callbacks
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
-from train.trainer.run_validation import RunValidation
 from train.trainer.signals import Stop
-from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step, TimedStep
+from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step, StepGuard, TimedStep
 from train.trainer.usage import StepTimes, Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
-from train.trainer.validation import build_held_out, build_validator, check_metric, outer_batches
+from train.trainer.validation import RunValidation, Validator, answering_type, build_held_out, check_metric, outer_batches
 
 MODEL = "model"
 LEFT_SECONDS = 120.0
@@ -257,11 +256,7 @@ def build_loop(
     answering = fabric.device if config.lora is None else "cpu"  # adapters are merged into copies
     validation = RunValidation(config, parts, checkpointer, observers, module, average, fabric.device, answering, group)
 
-    def on_save(step: int, checkpoint: Path) -> None:
-        for observer in reversed(observers):
-            observer.on_save(step, checkpoint)
-
-    checkpointer.on_save = on_save
+    checkpointer.observers = observers
     checkpointer.start_clock()
     return Loop(config, group, optimizer, feed, timed, validation, checkpointer, observers, usage, health, counts, progress)
 
@@ -276,17 +271,14 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
     held_out_rows = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
-    validator = build_validator(
-        config.validation,
-        [row for _, rows in held_out_rows for row in rows],
-        model.config,
-        initial.tokenizer,
-        initial.codec,
-        fabric.device,
-        config.fabric.precision,
-        folder,
-        broken,
-    )
+    validator: Validator | None = None
+    if config.validation.asks:
+        rows = [row for _, rows in held_out_rows for row in rows]
+        items = items_of(rows, config.validation.tasks, initial.codec, model.config.encoder, broken)
+        dtype = answering_type(fabric.device.type, config.fabric.precision)
+        validator = Validator(
+            model.config, initial.tokenizer, initial.codec, items, config.validation, fabric.device, dtype, folder
+        )
 
     def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
         data, pin = config.data, fabric.device.type == "cuda"
@@ -308,7 +300,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra, only_finite=True)
         return folder / MODEL
 
-    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+    def validate(weights: dict[str, Tensor], step: int) -> Figures:
         assert validator is not None
         return validator(merged_state(model, weights), step)
 

@@ -26,7 +26,7 @@ from train.data.batching.unused import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import ExampleLosses
-from train.trainer.observer import Figures, Observer
+from train.trainer.parts import Figures, Observer
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
@@ -103,17 +103,9 @@ class Logs:
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
 
-    def metrics(self, step: int, figures: Mapping[str, float]) -> None:
-        self._write(METRICS, "train", step, figures)
-
-    def validation(self, step: int, figures: Mapping[str, float]) -> None:
-        self._write(VALIDATION, "validation", step, figures)
-
-    def balance(self, step: int, figures: Mapping[str, float]) -> None:
-        """Weights, gradient norms and cosines of the tasks, and how often each was left out."""
-        self._write(BALANCE, "balance", step, figures)
-
-    def _write(self, table: str, group: str, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, table: str, step: int, figures: Mapping[str, float]) -> None:
+        """Writes a row of `METRICS`, `VALIDATION` or `BALANCE`."""
+        group = "train" if table == METRICS else table.removesuffix(".csv")
         self.tables[table].add(step, figures)
         for name, value in figures.items():
             self.board.add_scalar(f"{group}/{name}", value, step)
@@ -155,31 +147,24 @@ class DataCounts(Observer):
         self.folder, self.group, self.shards, self.say, self.limit = folder, group, shards, say, limit
         self.number, self.counts = 0, Counts()
 
-    def on_log(self, step: int, figures: Figures) -> None:
-        figures.update(self.figures())
-
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         """Refuses data of which too many are broken (UserError), in all processes alike."""
         if figures:
             self.counts.check(self.limit)
 
-    def figures(self) -> Figures:
-        """Rows, seconds of sound and tokens by source, and rows left out, since the start of the run; all processes must call
-        it.
-
-        `unused.csv` is written again where more rows are left out.
-        """
+    def on_log(self, step: int, figures: Figures) -> None:
+        """Adds rows, seconds of sound and tokens by source, and rows left out, since the start of the run; `unused.csv` is
+        written again where more rows are left out."""
         own, counters = self._own(), ("skipped", "broken")
-        out: Figures = {}
         for source, of in self.trained().items():
             name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
-            out |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
+            figures |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
         each = self.group.gather([sum(shard.get(counter, 0) for shard in own) for counter in counters])
         totals = [sum(of) for of in zip(*each, strict=True)]
         if sum(totals) != self.number:
             self.number = sum(totals)
             self._report([shard.get("counts", {}) for shard in own])
-        return out | {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
+        figures |= {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
 
     def trained(self) -> dict[str, Trained]:
         """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call

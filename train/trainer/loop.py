@@ -22,13 +22,12 @@ from train.optim.schedule import learning_rate
 from train.trainer.announce import end_lines, lost_line
 from train.trainer.feed import Feed, StepBatches
 from train.trainer.logs import DataCounts
-from train.trainer.observer import Figures, Observer
 from train.trainer.observers import StepHealth
-from train.trainer.parts import Outcome, Parts
-from train.trainer.run_validation import RunValidation
+from train.trainer.parts import Figures, Observer, Outcome, Parts
 from train.trainer.signals import Stop
 from train.trainer.step import Step
 from train.trainer.usage import Usage
+from train.trainer.validation import RunValidation
 
 USED_UP = "data.sources have given all rows that max_epochs and max_rows allow; the run ends before its budget is spent"
 

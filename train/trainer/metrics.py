@@ -14,7 +14,7 @@ from omni.model.linears import numels
 from omni.model.speech_model import SpeechModel
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
-from train.trainer.observer import Observer
+from train.trainer.parts import Observer
 
 if TYPE_CHECKING:
     from train.data.batching.batch import Batch

@@ -17,10 +17,9 @@ from train.console.progress import TrainProgress, counted, figures_line
 from train.distributed.process_group import ProcessGroup
 from train.optim.optimizer import Optimizers
 from train.trainer.announce import expectation
-from train.trainer.logs import Logs
+from train.trainer.logs import BALANCE, METRICS, VALIDATION, Logs
 from train.trainer.metrics import BalanceTally, StepMetrics
-from train.trainer.observer import Figures, Observer
-from train.trainer.parts import Outcome
+from train.trainer.parts import Figures, Observer, Outcome
 from train.trainer.usage import IdleTime
 
 GIVE_UP = 10
@@ -170,19 +169,19 @@ class LogWriter(Observer):
     def on_log(self, step: int, figures: Figures) -> None:
         balance = self.tally.figures() if self.tally is not None else {}
         if self.logs is not None:
-            self.logs.metrics(step, figures)
+            self.logs.write(METRICS, step, figures)
             if balance:
-                self.logs.balance(step, balance)
+                self.logs.write(BALANCE, step, balance)
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
-        self.group.run_on_first(lambda: self._validation(step, figures))
+        def work() -> None:
+            if self.logs is not None:
+                self.logs.write(VALIDATION, step, {**figures, "seconds": self.checkpointer.position.seconds})
+            shown = {k: v for k, v in figures.items() if not k.startswith("loss/") or k in SHOWN_LOSSES}
+            self.say(f"validation at step {step}: {figures_line(shown)}")
+            self._draw(step)
 
-    def _validation(self, step: int, figures: Mapping[str, float]) -> None:
-        if self.logs is not None:
-            self.logs.validation(step, {**figures, "seconds": self.checkpointer.position.seconds})
-        shown = {k: v for k, v in figures.items() if not k.startswith("loss/") or k in SHOWN_LOSSES}
-        self.say(f"validation at step {step}: {figures_line(shown)}")
-        self._draw(step)
+        self.group.run_on_first(work)
 
     def on_end(self, outcome: Outcome) -> None:
         if not outcome.signal:
@@ -198,11 +197,11 @@ class LogWriter(Observer):
             self.logs.close()
 
 
+@dataclass
 class Begun(Observer):
     """Calls `work` once: when a step of this start is done, or none is left."""
 
-    def __init__(self, work: Callable[[], object]) -> None:
-        self.work: Callable[[], object] | None = work
+    work: Callable[[], object] | None
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         self.on_steps_end()

@@ -1,22 +1,79 @@
-"""The parts of a training loop, its outcome, and callbacks: own code that it calls, registered by name."""
+"""The parts of a training loop, its outcome, and what watches it: observers, and callbacks, own code registered by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
 from omni.errors import UserError, closest
 from omni.plugins import Registry
 from train.distributed.process_group import ProcessGroup
-from train.trainer.balanced_step import Balanced
-from train.trainer.feed import Batch
-from train.trainer.observer import Figures, Observer
-from train.trainer.observer import Outcome as Outcome
-from train.trainer.validation import HeldOut
+
+if TYPE_CHECKING:
+    from train.trainer.balanced_step import Balanced
+    from train.trainer.feed import Batch
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one start of a run: steps done, the signal that stopped it (0 where the budget is spent), the last
+    checkpoint, the exported model where the run is finished, and the figures of the last validation."""
+
+    step: int
+    signal: int
+    checkpoint: Path
+    model: Path | None
+    figures: Figures
+
+
+class Observer:
+    """Watches a run, in every process alike; a subclass overrides the methods that it needs."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Called before the data of a step are fetched."""
+
+    def on_log(self, step: int, figures: Figures) -> None:
+        """Called where the log has a row of a step: adds figures to the row, or writes those that others have added."""
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every step; `figures` are those of its row in the log, empty for a step without a row."""
+
+    def on_steps_end(self) -> None:
+        """Called after the last step of a start, before its state is saved."""
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after a validation, with its figures."""
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """Called after a checkpoint is written, or has begun to be, with its folder."""
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Called when a start of the run ends: finished, with its model exported, or stopped by a signal."""
+
+    def close(self) -> None:
+        """Called at last, also where an error has ended the run."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The batches that a held-out loss is measured on.
+
+    Attributes:
+        batches: of this process; equally many in every process.
+        rows, examples: over all processes.
+        broken: why rows were left out, by their names.
+    """
+
+    batches: Sequence[Any] = ()
+    rows: int = 0
+    examples: int = 0
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

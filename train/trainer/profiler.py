@@ -18,7 +18,7 @@ from omni.errors import UserError, in_one_line
 from omni.files import replacing
 from omni.utils.hardware import synchronize
 from train.config.sections import BudgetConfig
-from train.trainer.observer import Observer
+from train.trainer.parts import Observer
 
 FOLDER = "profile"
 TOP = 25

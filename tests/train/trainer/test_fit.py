@@ -368,7 +368,7 @@ def test_curves_of_a_start_that_saved_nothing_are_not_shown_twice(tmp_path: Path
     for upto, first in ((0, 1.0), (0, 2.0), (2, 3.0)):
         logs = Logs(tmp_path, upto)
         for step in range(upto + 1, 5):
-            logs.metrics(step, {"loss": first})
+            logs.write(METRICS, step, {"loss": first})
         logs.close()
     seen = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(e.step, e.value) for e in seen] == [(1, 2.0), (2, 2.0), (3, 3.0), (4, 3.0)]

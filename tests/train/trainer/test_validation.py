@@ -27,7 +27,7 @@ from train.config.sections import (
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row, RowTurn, Sound
-from train.trainer import run_validation, validation
+from train.trainer import validation
 from train.trainer.build import fit
 
 SMALL = {
@@ -117,7 +117,7 @@ def test_weights_that_serve_are_not_copied(ema: float | None, tmp_path: Path, mo
         return evaluate(lm, *args, **kwargs)
 
     evaluate = validation.evaluate
-    monkeypatch.setattr(run_validation, "held_out_loss", spy)
+    monkeypatch.setattr(validation, "held_out_loss", spy)
     monkeypatch.setattr(validation, "evaluate", answer)
     fit(run(tmp_path / "run", ema=ema))
     assert len(asked) == 2 and all(found <= live for found in asked)
