@@ -49,14 +49,14 @@ from train.eval.held_out import items_of
 from train.objective.objective import Objective, cells, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
 from train.trainer import announce, plots
-from train.trainer.balanced_step import Balanced, Balancing
+from train.trainer.balanced_step import Balancing
 from train.trainer.feed import Feed
 from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepMetrics
 from train.trainer.observers import Begun, LogWriter, StepHealth, StepLines
-from train.trainer.parts import CALLBACKS, Callback, Callbacks, Figures, Outcome, Parts, build_callbacks
+from train.trainer.parts import CALLBACKS, Balanced, Callback, Callbacks, Figures, Outcome, Parts, build_callbacks
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop

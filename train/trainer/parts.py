@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from torch import Tensor, nn
 
 from omni.errors import UserError, closest
 from omni.plugins import Registry
 from train.distributed.process_group import ProcessGroup
-
-if TYPE_CHECKING:
-    from train.trainer.balanced_step import Balanced
-    from train.trainer.feed import Batch
+from train.trainer.feed import Batch
 
 Figures = dict[str, float]
 
@@ -74,6 +71,23 @@ class HeldOut:
     rows: int = 0
     examples: int = 0
     broken: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A run's inputs to the balance of its tasks.
+
+    Attributes:
+        names: of the balanced tasks, or the streams.
+        cells: number of targets of a batch by task and stream, [T, K] (on the CPU).
+        listening: parameters below the features, for level `features`.
+        outer: held-out batches, for the methods of two levels; each step takes the next one for each process.
+    """
+
+    names: Sequence[str]
+    cells: Callable[[Batch], Tensor]
+    encoder_parameters: Callable[[], Sequence[nn.Parameter]] = list
+    outer: Sequence[Batch] = ()
 
 
 @dataclass
