@@ -40,10 +40,9 @@ from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entro
 from train.trainer.balanced_step import Balancing
 from train.trainer.build import prepare
 from train.trainer.feed import Feed, StepBatches
-from train.trainer.guard import StepGuard
 from train.trainer.loop import Loop
 from train.trainer.signals import Stop
-from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
+from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step, StepGuard
 
 PHASES = {"aligning": 0.0, "all of the model": 0.5}
 """Used shares of the budget: at the first, where the recipe has `objective.align_first`, the decoder does not run."""
@@ -148,8 +147,8 @@ def opened(config: FitConfig, device: torch.device, workers: int = 0) -> Iterato
         yield loop, feed
         if hasattr(feed.batches, "close"):
             feed.batches.close()
-        if loop.logs is not None:
-            loop.logs.close()
+        for observer in loop.observers:
+            observer.close()
 
 
 @contextmanager
@@ -198,10 +197,12 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
     judged = [section for section in sections.values() if section.spec.bilevel]  # these need held-out rows
     section, plain = (judged or list(sections.values()))[0], replace(run.objective, align_first=0.0)
     with with_batches(replace(run, balance=section, data=mixture, objective=plain), device, steps) as (loop, batches):
-        built = {field.name: getattr(loop.step, field.name) for field in fields(PlainStep)}
+        timed: Any = loop.step
+        built = {field.name: getattr(timed.take, field.name) for field in fields(PlainStep)}
         works: dict[str, Step] = {"plain": PlainStep(**built)}
         for name, section in sections.items():
-            parts, own = loop.parts, (loop.fabric, loop.module, loop.trainable)
+            trainable = [(n.removeprefix("model."), p) for n, p in loop.objective.named_parameters() if p.requires_grad]
+            parts, own = loop.parts, (built["fabric"], built["module"], trainable)
             assert parts.balanced is not None
             balancing = Balancing(
                 section, parts.balanced, *own, parts.tasks, parts.streams, parts.targets, loop.group, len(batches[0].batches),
@@ -278,13 +279,13 @@ def checkpoint(device: torch.device, small: bool, config: str) -> Figures:
 
         def asynchronous(_: object) -> None:
             saver.asynchronous = True
-            parts["copy"].append(seconds_of(lambda: saver.save(0.0, beside=True), device))
+            parts["copy"].append(seconds_of(lambda: saver.save(beside=True), device))
             take(None)
             saver.wait()
 
         def synchronous(_: object) -> None:
             saver.asynchronous = False
-            parts["save"].append(seconds_of(lambda: saver.save(0.0, beside=True), device))
+            parts["save"].append(seconds_of(lambda: saver.save(beside=True), device))
             take(None)
 
         works = {"plain": take, "asynchronous": asynchronous, "synchronous": synchronous, "file": lambda _: _save_file(loop)}
@@ -319,7 +320,7 @@ def _save_file(loop: Loop) -> None:
     """Writes the same tensors to the same disk by safetensors' own function."""
     saver = loop.checkpointer
     tensors = capture(saver.parent, loop.position, {}, *saver.training, loop.group).tensors
-    folder: Path = loop.folder / "save_file"
+    folder: Path = saver.folder / "save_file"
     folder.mkdir(exist_ok=True)
     save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors")
     sync(folder)

@@ -36,8 +36,7 @@ from omni.encoder.whisper import WhisperEncoder
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from train.objective.objective import Objective
-from train.trainer.guard import StepGuard
-from train.trainer.step import PlainStep
+from train.trainer.step import PlainStep, StepGuard
 
 CHILDREN = "OMNI_GUARDED_TESTS"
 """Environment variable: the folder where processes that tests start leave what was looked at there."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from train.data.batching.packer import States, merge
 from train.distributed.fabric import launch_names, restarted
 from train.distributed.process_group import ProcessGroup
 from train.optim.optimizer import Average
-from train.optim.schedule import check_larger, due, extension
+from train.optim.schedule import check_larger, due, extension, used
 
 
 class Checkpointer:
@@ -43,6 +44,7 @@ class Checkpointer:
         position: state of the run that is not tensors; `resume` replaces it.
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
+        observers: whose `on_save` is called with the step and the folder, the last one first.
         uploads: copies checkpoints and the model to a store; None without, and in other processes than the first.
     """
 
@@ -67,9 +69,11 @@ class Checkpointer:
         self.balance, self.meter, self.packer_shards = balance, meter, packer_shards
         self.parent = folder / "checkpoints"
         self.position = state.Position(rows=dict(rows))
+        self.start_clock()
         self.saved: Path | None = None
         self.asynchronous = config.checkpoint.asynchronous
         self.say: Callable[[str], None] = lambda text: None
+        self.observers: Sequence[Any] = ()
         self.saves = ProcessGroup(fabric)  # of their own: messages of saves and of steps must not meet
         self._copy: StateCopy | None = None
         self.writing: Background | None = None
@@ -157,13 +161,27 @@ class Checkpointer:
         plan, position = self.config.checkpoint, self.position
         return due(position.step, position.seconds, *position.saved, plan.every_steps, plan.every_minutes)
 
-    def save(self, seconds: float, beside: bool = False) -> None:
-        """Write a checkpoint of the present step, unless there is one; `seconds` is the time used on the first process.
+    @property
+    def used(self) -> float:
+        """Share of the budget that the run has used."""
+        position = self.position
+        return used(self.config.budget, position.step, position.seconds, self.config.reached(position.figures))
+
+    def start_clock(self) -> None:
+        """Begins to count the time of this start of the run."""
+        self.before, self.started = self.position.seconds, time.perf_counter()
+
+    def clock(self) -> float:
+        """Seconds that the run has taken, over all its starts."""
+        return self.before + time.perf_counter() - self.started
+
+    def save(self, beside: bool = False) -> None:
+        """Write a checkpoint of the present step, unless there is one.
 
         With `beside` it may return once the state is copied; `wait` and the next `save` wait for the rest. UserError where
         the loss is no number any more (the last good checkpoint is named), and for no room or right to write.
         """
-        position = self.position
+        position, self.group.phase = self.position, "writing checkpoint"
         if self.is_saved:
             if not beside:
                 self.wait()
@@ -172,7 +190,7 @@ class Checkpointer:
         position.meters = self.meter.state()
         loss = sum(sums[0] for sums in position.meters)
         retention.check_finite(self.parent, position.step, "loss", loss, self._advice())
-        position.seconds = self.group.broadcast(seconds)
+        position.seconds = self.group.broadcast(self.clock())
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
             position.figures = {}
@@ -191,6 +209,8 @@ class Checkpointer:
         else:
             self.writing = Background(lambda: self._write(copied))
         self.saved = held.target
+        for observer in reversed(self.observers):
+            observer.on_save(position.step, held.target)
 
     def _copied(self, held: state.CheckpointContent) -> state.CheckpointContent | None:
         """A copy of the state on the host; None where a machine has no memory for it, in all processes alike."""

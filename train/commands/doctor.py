@@ -53,10 +53,9 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
     with importing():
         from train.distributed.fabric import build_fabric
         from train.trainer.build import prepare, with_alignment
-        from train.trainer.guard import StepGuard
         from train.trainer.preflight import check_start
         from train.trainer.signals import Stop
-        from train.trainer.step import GuardedStep
+        from train.trainer.step import GuardedStep, StepGuard
 
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(
@@ -79,14 +78,12 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
                 phases = (0.0, 1.0) if config.objective.align_first else (1.0,)
                 planned = [progress for progress in phases for _ in range(steps)]
                 for progress in planned:
-                    loop.meter.start()
                     take(feed.next(), progress)
-                    loop.meter.pause()
                     if stop.number:
                         break
         finally:
-            if loop.logs is not None:
-                loop.logs.close()
+            for observer in loop.observers:
+                observer.close()
     if stop.number:
         name = signal.Signals(stop.number).name
         end_by_signal(stop.number, f"stopped by {name} after step {take.number} of {len(planned)}; nothing is reported")

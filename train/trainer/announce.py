@@ -20,7 +20,7 @@ from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
 from train.trainer.initial_model import ADAPTER
 from train.trainer.logs import METRICS
-from train.trainer.parts import Parts
+from train.trainer.parts import Outcome, Parts
 from train.trainer.profiler import FOLDER, NONE, named_steps
 
 Say = Callable[[str], None]
@@ -91,23 +91,15 @@ def ready_lines(
     return lines
 
 
-def end_lines(
-    position: Position,
-    stopped: int,
-    saved: Path | None,
-    exported: Path | None,
-    folder: Path,
-    adapted: bool,
-    trained: Mapping[str, Trained] | None = None,
-) -> list[str]:
-    """Lines that say how a start of a run ended, by which signal (`stopped`, or 0), where its files are, and what was
-    trained of each source."""
-    if stopped:
-        name = signal.Signals(stopped).name
-        return [f"stopped by {name} after step {position.step}; the state is in {saved}: run the same command to go on"]
+def end_lines(position: Position, outcome: Outcome, folder: Path, adapted: bool, trained: Mapping[str, Trained]) -> list[str]:
+    """Lines that say how a start of a run ended, where its files are, and what was trained of each source."""
+    exported, saved = outcome.model, outcome.checkpoint
+    if outcome.signal:
+        name = signal.Signals(outcome.signal).name
+        return [f"stopped by {name} after step {outcome.step}; the state is in {saved}: run the same command to go on"]
     lines = [f"finished: {position.step} steps in {duration(position.seconds)}"]
-    whole = sum(of.tokens for of in (trained or {}).values())
-    for i, (source, of) in enumerate((trained or {}).items()):
+    whole = sum(of.tokens for of in trained.values())
+    for i, (source, of) in enumerate(trained.items()):
         amounts = f"{of.rows:,} rows, {duration(of.milliseconds / 1000)} of sound, {of.tokens:,} tokens"
         lines.append(_line("" if i else "trained", f"{source}: {amounts} ({percent(of.tokens / max(1, whole))})"))
     adapter = folder / ADAPTER if adapted else None

@@ -34,23 +34,7 @@ from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_stream
 from train.trainer.feed import Batch, StepBatches
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
-
-
-@dataclass(frozen=True)
-class Balanced:
-    """A run's inputs to the balance of its tasks.
-
-    Attributes:
-        names: of the balanced tasks, or the streams.
-        cells: number of targets of a batch by task and stream, [T, K] (on the CPU).
-        listening: parameters below the features, for level `features`.
-        outer: held-out batches, for the methods of two levels; each step takes the next one for each process.
-    """
-
-    names: Sequence[str]
-    cells: Callable[[Batch], Tensor]
-    encoder_parameters: Callable[[], Sequence[nn.Parameter]] = list
-    outer: Sequence[Batch] = ()
+from train.trainer.parts import Balanced
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -45,24 +45,24 @@ from train.distributed.fabric import (
 from train.distributed.launching import check_shared, launch
 from train.distributed.process_group import ProcessGroup, lost_named
 from train.distributed.sharding import ParallelDims
+from train.eval.held_out import items_of
 from train.objective.objective import Objective, cells, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
-from train.optim.schedule import used
 from train.trainer import announce, plots
-from train.trainer.balanced_step import Balanced, Balancing
+from train.trainer.balanced_step import Balancing
 from train.trainer.feed import Feed
-from train.trainer.guard import StepGuard
 from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepMetrics
-from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, build_callbacks
+from train.trainer.observers import Begun, LogWriter, StepHealth, StepLines
+from train.trainer.parts import CALLBACKS, Balanced, Callback, Callbacks, Figures, Outcome, Parts, build_callbacks
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
-from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step
-from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
-from train.trainer.validation import build_held_out, build_validator, check_metric, outer_batches
+from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step, StepGuard, TimedStep
+from train.trainer.usage import StepTimes, Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
+from train.trainer.validation import RunValidation, Validator, answering_type, build_held_out, check_metric, outer_batches
 
 MODEL = "model"
 LEFT_SECONDS = 120.0
@@ -129,7 +129,10 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             raise worker_lost(error, 0 if loop is None else loop.position.step + 1, fabric.global_rank) from error
         if not is_out_of_memory(error):
             raise
-        raise (loop.out_of_memory(error) if loop is not None else out_of_memory(error, fabric.device)) from error
+        if loop is None:
+            raise out_of_memory(error, fabric.device) from error
+        step = loop.position.step + 1 if loop.usage.meter.running else None
+        raise out_of_memory(error, fabric.device, loop.usage, loop.checkpointer.saved, step) from error
 
 
 def prepare(
@@ -147,10 +150,12 @@ def prepare(
     parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
     loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    loop.begun = lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text))
+    begun = Begun(lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text)))
     if not loop.group.broadcast((folder / retention.CONFIG).exists()):
-        loop.settle()
-    for line in announce.ready_lines(config, loop.parts, [p for _, p in loop.trainable], loop.position, loop.saved):
+        begun.on_steps_end()
+    loop.observers.append(begun)
+    trainable = [p for p in loop.objective.parameters() if p.requires_grad]
+    for line in announce.ready_lines(config, loop.parts, trainable, loop.position, loop.checkpointer.saved):
         say(line)
     return loop
 
@@ -183,7 +188,6 @@ def build_loop(
     trainable = [(name.removeprefix("model."), p) for name, p in learning]
     optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
     stepper: Any = fabric.setup_optimizers(optimizer)
-    guard = StepGuard(objective, optimizer, parts.idle) if config.guard else None
     average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:
@@ -196,9 +200,6 @@ def build_loop(
     peak = (peak_flops(fabric.device) or 0.0) * group.world
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
     highest = HighestLosses(COUNT if parts.named else 0, folder, group)
-    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
-    first = objective.align_first if isinstance(objective, Objective) else 0.0
-    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
     seed_random((config.seed + 1 + group.data_rank) % 2**63)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
@@ -207,7 +208,7 @@ def build_loop(
     resumed = checkpointer.resume()
     position = checkpointer.position
     logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
-    share = used(config.budget, position.step, position.seconds, config.reached(position.figures))
+    share = checkpointer.used
     most = None if config.budget.expected is None or config.budget.minutes is None else 60 * config.budget.minutes
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds), most)
     checkpointer.say = progress.say
@@ -217,23 +218,47 @@ def build_loop(
         progress.say(line)
     profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
     profiler.resume(position.step + 1)
-    if guard is not None:
-        step = GuardedStep(step, guard, position.step, progress.say)
-
     calls = Callbacks(callbacks, group)
+    checkpointer.asynchronous &= not calls.saves_are_watched
 
-    def open_feed(stop: Stop, clock: Callable[[], float]) -> Feed:
+    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
+    first = objective.align_first if isinstance(objective, Objective) else 0.0
+    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
+    if config.guard:
+        step = GuardedStep(step, StepGuard(objective, optimizer, parts.idle), position.step, progress.say)
+    usage = Usage(objective, optimizer, average, meter, fabric.device, group)
+    timed = TimedStep(step, StepTimes(), usage, parts.idle, progress.say)
+    scaled, on_cpu = bool(fabric.strategy.precision.state_dict()), fabric.device.type == "cpu"
+    health = StepHealth(
+        checkpointer, meter, optimizer, on_cpu=on_cpu, scaled=scaled, first_step=position.step + 1, say=progress.say
+    )
+    counts = DataCounts(folder, group, checkpointer.own_shards, progress.say, parts.broken_limit)
+    tally = None if balance is None else balance.tally
+    observers = [
+        timed,
+        calls,
+        profiler,
+        meter,
+        highest,
+        health,
+        counts,
+        usage,
+        StepLines(config, checkpointer, meter, optimizer, usage.idle, progress),
+        LogWriter(logs, group, checkpointer, tally, parts.draw, progress.say),
+    ]
+
+    def feed(stop: Stop) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
         counted = (0, None) if balance is None else (len(parts.tasks), balance.balanced.cells)
-        return Feed(batches, parts.targets, parts.flops, clock, len(parts.streams), group, stop, *counted)
+        return Feed(batches, parts.targets, parts.flops, checkpointer.clock, len(parts.streams), group, stop, *counted)
 
-    data_counts = DataCounts(folder, group, progress.say, parts.broken_limit)
-    return Loop(
-        config, parts, folder, fabric, group, module, trainable, optimizer, step, open_feed, average, balance, meter,
-        checkpointer, logs, progress, data_counts, calls, Usage(objective, optimizer, average, fabric.device, group), highest,
-        profiler,
-    )  # fmt: skip
+    answering = fabric.device if config.lora is None else "cpu"  # adapters are merged into copies
+    validation = RunValidation(config, parts, checkpointer, observers, module, average, fabric.device, answering, group)
+
+    checkpointer.observers = observers
+    checkpointer.start_clock()
+    return Loop(config, group, optimizer, feed, timed, validation, checkpointer, observers, usage, health, counts, progress)
 
 
 def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:
@@ -246,17 +271,14 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
     held_out_rows = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
-    validator = build_validator(
-        config.validation,
-        [row for _, rows in held_out_rows for row in rows],
-        model.config,
-        initial.tokenizer,
-        initial.codec,
-        fabric.device,
-        config.fabric.precision,
-        folder,
-        broken,
-    )
+    validator: Validator | None = None
+    if config.validation.asks:
+        rows = [row for _, rows in held_out_rows for row in rows]
+        items = items_of(rows, config.validation.tasks, initial.codec, model.config.encoder, broken)
+        dtype = answering_type(fabric.device.type, config.fabric.precision)
+        validator = Validator(
+            model.config, initial.tokenizer, initial.codec, items, config.validation, fabric.device, dtype, folder
+        )
 
     def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
         data, pin = config.data, fabric.device.type == "cuda"
@@ -278,7 +300,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra, only_finite=True)
         return folder / MODEL
 
-    def validate(weights: dict[str, Tensor], step: int) -> dict[str, float]:
+    def validate(weights: dict[str, Tensor], step: int) -> Figures:
         assert validator is not None
         return validator(merged_state(model, weights), step)
 

@@ -30,6 +30,7 @@ class StepBatches:
         seconds: of the run, by the first process's clock.
         stop: number of a signal that any process has received, or 0.
         cells: targets of the whole step by task and stream, [T, K], where tasks are balanced.
+        waited, held_up: seconds that this process waited for the step's data, and then for the other processes.
     """
 
     batches: Sequence[Batch]
@@ -39,6 +40,8 @@ class StepBatches:
     seconds: float
     stop: int
     cells: Tensor | None = None
+    waited: float = 0.0
+    held_up: float = 0.0
 
 
 class Feed:
@@ -50,7 +53,6 @@ class Feed:
         tasks, cells: their number, and that of a batch's targets by task and stream, [T, K], where these are counted besides.
 
     Attributes:
-        waited, held_up: seconds that this process waited for the last step's data, and then for the other processes.
         used_up: the data of any process have ended: the last `next` is no whole step.
     """
 
@@ -68,7 +70,6 @@ class Feed:
     ) -> None:
         self.batches, self.targets, self.flops, self.clock, self.cells = batches, targets, flops, clock, cells
         self.streams, self.group, self.stop, self.tasks = streams, group, stop, tasks
-        self.waited = self.held_up = 0.0
         self.used_up = False
 
     def next(self) -> StepBatches:
@@ -93,7 +94,7 @@ class Feed:
             ended = True
         except UserError as error:
             failure = error
-        self.waited = time.perf_counter() - start
+        waited = time.perf_counter() - start
         clock = self.clock() if self.group.first else 0.0
         flags = [float(self.stop.number == s) for s in SIGNALS]
         extras = torch.tensor([positions, flops, clock, float(failure is not None), float(ended), *flags], dtype=torch.float64)
@@ -103,7 +104,7 @@ class Feed:
         self.group.phase = "exchange of counts"
         self.group.meet()
         everyone = self.group.sum_all(torch.cat([counts, extras]))
-        self.held_up = time.perf_counter() - start - self.waited
+        held_up = time.perf_counter() - start - waited
         positions, flops, clock, failed, ended_in, *flags = everyone[len(counts) :].tolist()
         if failed:
             self.group.raise_if_any_failed(failure)
@@ -111,4 +112,4 @@ class Feed:
         noted = next((int(s) for s, flag in zip(SIGNALS, flags, strict=True) if flag), 0)
         whole, cells = everyone[: len(counts)].split([self.streams + HEADS, len(cells)])
         by_task = cells.view(self.tasks, self.streams) if self.tasks else None
-        return StepBatches(batches, whole.long(), positions, flops, clock, noted, by_task)
+        return StepBatches(batches, whole.long(), positions, flops, clock, noted, by_task, waited, held_up)

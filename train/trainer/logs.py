@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from train.data.batching.unused import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import ExampleLosses
+from train.trainer.parts import Figures, Observer
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
@@ -102,17 +103,9 @@ class Logs:
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
         self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
 
-    def metrics(self, step: int, figures: Mapping[str, float]) -> None:
-        self._write(METRICS, "train", step, figures)
-
-    def validation(self, step: int, figures: Mapping[str, float]) -> None:
-        self._write(VALIDATION, "validation", step, figures)
-
-    def balance(self, step: int, figures: Mapping[str, float]) -> None:
-        """Weights, gradient norms and cosines of the tasks, and how often each was left out."""
-        self._write(BALANCE, "balance", step, figures)
-
-    def _write(self, table: str, group: str, step: int, figures: Mapping[str, float]) -> None:
+    def write(self, table: str, step: int, figures: Mapping[str, float]) -> None:
+        """Writes a row of `METRICS`, `VALIDATION` or `BALANCE`."""
+        group = "train" if table == METRICS else table.removesuffix(".csv")
         self.tables[table].add(step, figures)
         for name, value in figures.items():
             self.board.add_scalar(f"{group}/{name}", value, step)
@@ -138,43 +131,50 @@ class Logs:
             self.wandb.finish()
 
 
-class DataCounts:
+class DataCounts(Observer):
     """Counts what is trained of each source, and the rows that are left out because they are too long or broken, over all
     processes; says each source, task and reason when it first happens. `limit`: share of a source's draws that may be
-    broken."""
+    broken; `shards`: gives the states of this process's packers."""
 
-    def __init__(self, folder: Path, group: ProcessGroup, say: Callable[[str], None], limit: float) -> None:
-        self.folder, self.group, self.say, self.limit = folder, group, say, limit
+    def __init__(
+        self,
+        folder: Path,
+        group: ProcessGroup,
+        shards: Callable[[], Mapping[str, Any]],
+        say: Callable[[str], None],
+        limit: float,
+    ) -> None:
+        self.folder, self.group, self.shards, self.say, self.limit = folder, group, shards, say, limit
         self.number, self.counts = 0, Counts()
 
-    def figures(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Rows, seconds of sound and tokens by source, and rows left out, since the start of the run; all processes must call
-        it, with the states of their packers.
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Refuses data of which too many are broken (UserError), in all processes alike."""
+        if figures:
+            self.counts.check(self.limit)
 
-        `unused.csv` is written again where more rows are left out.
-        """
-        own, counters = list(shards) if self.group.counts else [], ("skipped", "broken")
-        out: dict[str, float] = {}
-        for source, of in self.trained(own).items():
+    def on_log(self, step: int, figures: Figures) -> None:
+        """Adds rows, seconds of sound and tokens by source, and rows left out, since the start of the run; `unused.csv` is
+        written again where more rows are left out."""
+        own, counters = self._own(), ("skipped", "broken")
+        for source, of in self.trained().items():
             name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
-            out |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
+            figures |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
         each = self.group.gather([sum(shard.get(counter, 0) for shard in own) for counter in counters])
         totals = [sum(of) for of in zip(*each, strict=True)]
         if sum(totals) != self.number:
             self.number = sum(totals)
             self._report([shard.get("counts", {}) for shard in own])
-        return out | {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
+        figures |= {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
 
-    def trained(self, shards: Iterable[Mapping[str, Any]]) -> dict[str, Trained]:
-        """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call it,
-        with the states of their packers."""
-        own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in (shards if self.group.counts else ())]
+    def trained(self) -> dict[str, Trained]:
+        """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call
+        it."""
+        own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in self._own()]
         sums = Counts.joined(counts for of in self.group.gather(own) for counts in of).trained
         return dict(sorted(sums.items()))
 
-    def check(self) -> None:
-        """Refuse data of which too many are broken (UserError), in all processes alike."""
-        self.counts.check(self.limit)
+    def _own(self) -> list[Mapping[str, Any]]:
+        return list(self.shards().values()) if self.group.counts else []
 
     def _report(self, own: list[Mapping[str, Any]]) -> None:
         known, self.counts = self.counts.unused, Counts.joined(counts for of in self.group.gather(own) for counts in of)
@@ -224,7 +224,7 @@ class NamedLoss(NamedTuple):
         return json.dumps(self._asdict() | {"loss": round(self.loss, 4) if math.isfinite(self.loss) else None})
 
 
-class HighestLosses:
+class HighestLosses(Observer):
     """The `count` examples with the highest mean loss per target of the last `WINDOW` steps, over all processes; `step` is
     the one that is taken.
 
@@ -237,6 +237,12 @@ class HighestLosses:
         self.step = 0
         self.named: dict[tuple[str, str], NamedLoss] = {}
         self._waiting: deque[tuple[int, Tensor, Sequence[tuple[str, str]]]] = deque()
+
+    def on_step_begin(self, step: int) -> None:
+        self.step = step
+
+    def on_log(self, step: int, figures: Figures) -> None:
+        self.write()
 
     def add(self, losses: Losses, batch: Batch) -> None:
         """Adds the examples of a micro-batch; none where the objective gave no losses by example."""

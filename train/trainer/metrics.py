@@ -14,13 +14,14 @@ from omni.model.linears import numels
 from omni.model.speech_model import SpeechModel
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
+from train.trainer.parts import Observer
 
 if TYPE_CHECKING:
     from train.data.batching.batch import Batch
     from train.objective.config import ObjectiveConfig
 
 
-class StepMetrics:
+class StepMetrics(Observer):
     """Sums of losses and counts, kept on the device so that no step waits for it. Dimensions: T tasks, K streams.
 
     Attributes:
@@ -85,6 +86,15 @@ class StepMetrics:
         if self._running_since is not None:
             self.seconds += time.perf_counter() - self._running_since
             self._running_since = None
+
+    def on_step_begin(self, step: int) -> None:
+        self.start()
+
+    def on_log(self, step: int, figures: dict[str, float]) -> None:
+        figures.update(self.figures())
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        self.pause()
 
     def total(self) -> Tensor:
         """The sums over all processes, on the CPU; all processes must call it."""

@@ -1,4 +1,4 @@
-"""The parts of a training loop, its outcome, and callbacks: own code that it calls, registered by name."""
+"""The parts of a training loop, its outcome, and what watches it: observers, and callbacks, own code registered by name."""
 
 from __future__ import annotations
 
@@ -12,11 +12,82 @@ from torch import Tensor, nn
 from omni.errors import UserError, closest
 from omni.plugins import Registry
 from train.distributed.process_group import ProcessGroup
-from train.trainer.balanced_step import Balanced
 from train.trainer.feed import Batch
-from train.trainer.validation import HeldOut
 
 Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one start of a run: steps done, the signal that stopped it (0 where the budget is spent), the last
+    checkpoint, the exported model where the run is finished, and the figures of the last validation."""
+
+    step: int
+    signal: int
+    checkpoint: Path
+    model: Path | None
+    figures: Figures
+
+
+class Observer:
+    """Watches a run, in every process alike; a subclass overrides the methods that it needs."""
+
+    def on_step_begin(self, step: int) -> None:
+        """Called before the data of a step are fetched."""
+
+    def on_log(self, step: int, figures: Figures) -> None:
+        """Called where the log has a row of a step: adds figures to the row, or writes those that others have added."""
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after every step; `figures` are those of its row in the log, empty for a step without a row."""
+
+    def on_steps_end(self) -> None:
+        """Called after the last step of a start, before its state is saved."""
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        """Called after a validation, with its figures."""
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        """Called after a checkpoint is written, or has begun to be, with its folder."""
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Called when a start of the run ends: finished, with its model exported, or stopped by a signal."""
+
+    def close(self) -> None:
+        """Called at last, also where an error has ended the run."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The batches that a held-out loss is measured on.
+
+    Attributes:
+        batches: of this process; equally many in every process.
+        rows, examples: over all processes.
+        broken: why rows were left out, by their names.
+    """
+
+    batches: Sequence[Any] = ()
+    rows: int = 0
+    examples: int = 0
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A run's inputs to the balance of its tasks.
+
+    Attributes:
+        names: of the balanced tasks, or the streams.
+        cells: number of targets of a batch by task and stream, [T, K] (on the CPU).
+        listening: parameters below the features, for level `features`.
+        outer: held-out batches, for the methods of two levels; each step takes the next one for each process.
+    """
+
+    names: Sequence[str]
+    cells: Callable[[Batch], Tensor]
+    encoder_parameters: Callable[[], Sequence[nn.Parameter]] = list
+    outer: Sequence[Batch] = ()
 
 
 @dataclass
@@ -62,27 +133,16 @@ class Parts:
     draws: int | None = None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of one start of a run: steps done, the signal that stopped it (0 where the budget is spent), the last
-    checkpoint, the exported model where the run is finished, and the figures of the last validation."""
-
-    step: int
-    signal: int
-    checkpoint: Path
-    model: Path | None
-    figures: Figures
-
-
 Event = Literal["on_step", "on_validation", "on_save", "on_end"]
 EVENTS = get_args(Event)
 
 
-class Callback:
-    """Does nothing; a subclass overrides the methods that it needs.
+class Callback(Observer):
+    """Does nothing; a subclass overrides the methods that it needs: `on_step`, `on_validation`, `on_save`, `on_end`.
 
     Methods are called in the first process only, while the others go on: they must not exchange anything between processes.
-    An exception in one ends the run, after the state is saved, with an error that names the callback.
+    An exception in one ends the run, after the state is saved, with an error that names the callback. A run with an `on_save`
+    does not train on while a checkpoint is written.
 
     Args:
         folder: of the run.
@@ -93,18 +153,6 @@ class Callback:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-
-    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Called after every step; `figures` are those of its row in the log, empty for a step without a row."""
-
-    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
-        """Called after a validation, with its figures."""
-
-    def on_save(self, step: int, checkpoint: Path) -> None:
-        """Called after a checkpoint is written, with its folder. A run with such a callback does not train on meanwhile."""
-
-    def on_end(self, outcome: Outcome) -> None:
-        """Called when a start of the run ends: finished, with its model exported, or stopped by a signal."""
 
 
 CallbackClass = TypeVar("CallbackClass", bound=type[Callback])
@@ -120,7 +168,7 @@ def register_callback(name: str) -> Callable[[CallbackClass], CallbackClass]:
 
     def register(callback_class: CallbackClass) -> CallbackClass:
         CALLBACKS.add(name, callback_class)
-        unknown = [method for method in vars(callback_class) if method.startswith("on_") and not hasattr(Callback, method)]
+        unknown = [method for method in vars(callback_class) if method.startswith("on_") and method not in EVENTS]
         if unknown:
             raise UserError(f"callback {name}: {unknown[0]} is never called; {closest(unknown[0], EVENTS)}")
         callback_class.name = name
@@ -140,7 +188,7 @@ def build_callbacks(callback_classes: Sequence[type[Callback]], folder: Path) ->
     return made
 
 
-class Callbacks:
+class Callbacks(Observer):
     """Calls the callbacks of a run in order, in its first process.
 
     What one raises is kept until the processes next exchange anyway, in `Feed.next` or at the end: steps exchange nothing more.
@@ -148,12 +196,22 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback], group: ProcessGroup) -> None:
         self.callbacks, self.group = callbacks if group.first else (), group
-        self._own = {name for name in EVENTS for c in callbacks if getattr(type(c), name) is not getattr(Callback, name)}
+        self.saves_are_watched = any(type(callback).on_save is not Callback.on_save for callback in callbacks)
         self.failure: UserError | None = None
 
-    def listen(self, event: Event) -> bool:
-        """True where a callback overrides the method; the same in all processes."""
-        return event in self._own
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        self.call("on_step", step, figures)
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        self.call("on_validation", step, figures)
+
+    def on_save(self, step: int, checkpoint: Path) -> None:
+        self.call("on_save", step, checkpoint)
+
+    def on_end(self, outcome: Outcome) -> None:
+        """Raises a callback's failure in all processes."""
+        self.call("on_end", outcome)
+        self.group.raise_if_any_failed(self.failure)
 
     def call(self, event: Event, *args: Any) -> None:
         """Calls a method of each; none after one has failed."""
@@ -173,7 +231,3 @@ class Callbacks:
             if self.failure is not None:
                 raise self.failure
             yield batch
-
-    def check(self) -> None:
-        """Raises a callback's failure in all processes, which must all call it."""
-        self.group.raise_if_any_failed(self.failure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ from omni.errors import UserError, in_one_line
 from omni.files import replacing
 from omni.utils.hardware import synchronize
 from train.config.sections import BudgetConfig
+from train.trainer.parts import Observer
 
 FOLDER = "profile"
 TOP = 25
@@ -40,8 +41,8 @@ def step_range(text: str, budget: BudgetConfig) -> range:
     return range(first, last + 1)
 
 
-class StepProfiler:
-    """Profiles the steps of a range (counted from 1), in the first process; `begin` and `end` are called around every step.
+class StepProfiler(Observer):
+    """Profiles the steps of a range (counted from 1), in the first process.
     `trace` and `table` are the files that it has left, named after the steps in them."""
 
     def __init__(self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
@@ -60,7 +61,7 @@ class StepProfiler:
             self.say(f"this start begins at step {first}: {message}")
         self.steps = left
 
-    def begin(self, step: int) -> None:
+    def on_step_begin(self, step: int) -> None:
         """Starts the profile where this is the first of its steps."""
         if step not in self.steps:
             return
@@ -74,16 +75,19 @@ class StepProfiler:
         self.label = torch.profiler.record_function(f"ProfilerStep#{step}")
         self.label.__enter__()
 
-    def end(self, step: int) -> None:
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         """Writes the files where this was the last step."""
         if self.profile is None:
             return
         self._unlabel()
         self.taken.append(step)
         if step == self.steps[-1]:
-            self.close()
+            self.on_steps_end()
 
     def close(self) -> None:
+        self.stop()
+
+    def on_steps_end(self) -> None:
         """Writes what there is; says where there is nothing, or no room for it, and the run goes on."""
         profile = self.stop()
         if self.steps and not self.taken:

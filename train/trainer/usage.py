@@ -23,6 +23,8 @@ from omni.errors import LostError, UserError
 from omni.utils.profiling import GIB
 from train.distributed.process_group import AGAIN, ProcessGroup
 from train.optim.optimizer import Average
+from train.trainer.metrics import StepMetrics
+from train.trainer.parts import Figures, Observer
 
 
 class IdleTime:
@@ -54,11 +56,11 @@ class IdleTime:
         return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
 
 
-class Usage:
+class Usage(Observer):
     """What the processes of a run wait for, and the memory that this one holds.
 
     Attributes:
-        waited: seconds that this process waited for data since the last `figures`.
+        waited: seconds that this process waited for data since the last row.
         idle: to be entered where a step queues nothing on the device.
     """
 
@@ -67,31 +69,28 @@ class Usage:
         objective: nn.Module,
         optimizer: torch.optim.Optimizer,
         average: Average | None,
+        meter: StepMetrics,
         device: torch.device,
         group: ProcessGroup,
     ) -> None:
-        self.objective, self.optimizer, self.average = objective, optimizer, average
+        self.objective, self.optimizer, self.average, self.meter = objective, optimizer, average, meter
         self.device, self.group = device, group
         self.waited, self.idle = 0.0, IdleTime(device)
         self._parts: tuple[int, dict[str, int]] = -1, {}
 
-    def figures(self, seconds: float) -> dict[str, float]:
-        """Figures of the steps since the last call, as docs/training.md has them; all processes must call it.
-
-        Args:
-            seconds: of training that these steps took in this process.
-        """
-        own = torch.tensor([self.waited, self.idle.seconds(), seconds], dtype=torch.float64)
+    def on_log(self, step: int, figures: Figures) -> None:
+        """Adds figures of the steps since the last row, as docs/training.md has them, after those of the meter."""
+        own = torch.tensor([self.waited, self.idle.seconds(), self.meter.measured], dtype=torch.float64)
         waited, idle, whole = self.group.sum(own).tolist()
         self.waited = 0.0
-        out = {"data_wait": waited / whole} if whole else {}
-        if whole and self.idle.cuda:
-            out["host_gap"] = idle / whole
-        out |= {f"memory/{name}": size / GIB for name, size in self.parts().items()}
-        out["memory/peak"] = self.peak() / GIB
+        if whole:
+            figures["data_wait"] = waited / whole
+            if self.idle.cuda:
+                figures["host_gap"] = idle / whole
+        figures |= {f"memory/{name}": size / GIB for name, size in self.parts().items()}
+        figures["memory/peak"] = self.peak() / GIB
         if self.idle.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        return out
 
     def parts(self) -> dict[str, int]:
         """Bytes of weights, their gradients, the optimizer's state and the running average; of sharded ones this process's.
@@ -112,7 +111,7 @@ class Usage:
         return self._parts[1]
 
     def peak(self) -> int:
-        """Most bytes that a CUDA device has held since the last `figures`, or those that the process holds now."""
+        """Most bytes that a CUDA device has held since the last row, or those that the process holds now."""
         return torch.cuda.max_memory_allocated(self.device) if self.idle.cuda else psutil.Process().memory_info().rss
 
 

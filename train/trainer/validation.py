@@ -1,5 +1,6 @@
-"""Validates a model during a run on held-out rows: answers to their questions, and their loss, teacher-forced, over all
-processes, in nats per target. Balance methods of two levels judge a step by batches of such rows, too.
+"""Validates a run when that is due, keeps its best state and exports its model. Held-out rows give answers to their questions,
+and a loss, teacher-forced, over all processes, in nats per target. Balance methods of two levels judge a step by batches of
+such rows, too.
 
 The rows of the loss are those that are asked, each once for every task that its source trains (or its own), without
 augmentation, packed into micro-batches as training packs them. Batch i belongs to process i mod world, so that a batch is the
@@ -11,8 +12,8 @@ Dimensions: T tasks, K streams.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.audio.io import SAMPLE_RATE
+from omni.checkpoint.tensors import NotFinite
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -29,6 +31,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.tasks import find_task
 from omni.text import Tokenizer
+from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
 from train.config.sections import ValidationConfig
 from train.data.batching.batch import Batch, assemble
@@ -38,14 +41,16 @@ from train.data.build import held_out_rows
 from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.distributed.fabric import reshard
+from train.distributed.fabric import full_state, reshard, with_whole_state
 from train.distributed.process_group import ProcessGroup
-from train.eval.held_out import HeldOutReport, Item, evaluate, items_of, spoken, write_answers
+from train.eval.held_out import HeldOutReport, Item, evaluate, spoken, write_answers
 from train.objective.objective import HEADS, Losses
 from train.optim.optimizer import Average
+from train.optim.schedule import due
 from train.trainer.metrics import means
+from train.trainer.parts import Figures, HeldOut, Observer, Parts
 from train.trainer.plots import SPECTROGRAMS, spectrograms
-from train.trainer.signals import break_off
+from train.trainer.signals import BrokenOff, Stop, break_off
 
 ANSWERS = "validation"
 OUTER_ROWS = 64
@@ -91,43 +96,9 @@ class Validator:
         )
 
 
-def build_validator(
-    config: ValidationConfig,
-    rows: Sequence[Row],
-    model: ModelConfig,
-    tokenizer: Tokenizer,
-    codec: AudioCodec | None,
-    device: torch.device,
-    precision: str,
-    folder: Path,
-    broken: dict[str, str] | None = None,
-) -> Validator | None:
-    """Builds the validator of a run on held-out rows; None where no questions are wanted. `broken` as in `items_of`."""
-    if not config.asks:
-        return None
-    items = items_of(rows, config.tasks, codec, model.encoder, broken)
-    return Validator(model, tokenizer, codec, items, config, device, answering_type(device.type, precision), folder)
-
-
 def answering_type(device: str, precision: str) -> torch.dtype:
     """The precision in which a run's model answers on a kind of device."""
     return torch.bfloat16 if device != "cpu" and precision.startswith("bf16") else torch.float32
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The batches that a held-out loss is measured on.
-
-    Attributes:
-        batches: of this process; equally many in every process.
-        rows, examples: over all processes.
-        broken: why rows were left out, by their names.
-    """
-
-    batches: Sequence[Any] = ()
-    rows: int = 0
-    examples: int = 0
-    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_held_out(
@@ -316,3 +287,111 @@ def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) 
         batches.append(shard.batch())
         examples += batches[-1].examples
     return batches
+
+
+@dataclass(eq=False)
+class RunValidation:
+    """Measures the model of a run, or its running average: the loss of held-out rows in all processes, and answers in the
+    first one, for which the others wait. Keeps the best, and exports the last.
+
+    Attributes:
+        observers: told of validations, the last one first.
+        module: the objective as Fabric wraps it.
+        answering: device that whole weights are given on.
+    """
+
+    config: FitConfig
+    parts: Parts
+    checkpointer: Checkpointer
+    observers: Sequence[Observer]
+    module: Any
+    average: Average | None
+    device: torch.device
+    answering: torch.device | str
+    group: ProcessGroup
+
+    def if_due(self, stop: Stop) -> int:
+        """Runs a validation where that is due; the signal that has broken it off, or 0."""
+        plan, position = self.config.validation, self.checkpointer.position
+        if due(position.step, position.seconds, *position.validated, plan.every_steps, plan.every_minutes):
+            return self.run(stop)
+        return 0
+
+    def run(self, stop: Stop) -> int:
+        """Runs a validation; one that a signal breaks off is not made. Returns that signal's number, or 0."""
+        position, stop.phase = self.checkpointer.position, "validation"
+        try:
+            figures = self._measure(position.step)
+            if figures is None:
+                return self.group.broadcast(stop.number)
+            position.validated = (position.step, position.seconds)
+            if figures:
+                position.figures = figures
+                for observer in reversed(self.observers):
+                    observer.on_validation(position.step, figures)
+                self._keep_best(figures.get(self.config.checkpoint.metric))
+        finally:
+            stop.phase = "step"
+        return 0
+
+    def _keep_best(self, value: float | None) -> None:
+        """Saves a state that is among the best; UserError, after that, where the metric that says so is not measured."""
+        keep, saver = self.config.checkpoint, self.checkpointer
+        useless = value is None and keep.keep_best > 0 and saver.used < 1
+        if saver.is_best(value) or useless:
+            saver.save(beside=not useless and saver.used < 1)
+        saver.add_figures()
+        if useless:
+            raise UserError(
+                f"checkpoint.metric {keep.metric!r} is not measured here; the validation's figures are "
+                f"{', '.join(saver.position.figures)}: name one of them, or set checkpoint.keep_best to 0; the state is in "
+                f"{saver.saved}"
+            )
+
+    def export(self) -> Path | None:
+        """Writes the finished model; says where it is."""
+        parts, values = self.parts, self.average.values if self.average else None
+
+        def work(weights: Mapping[str, Tensor]) -> Path | None:
+            try:
+                return parts.export(weights) if parts.export is not None else None
+            except NotFinite as error:
+                raise self.checkpointer.refused(error) from error
+
+        exported = with_whole_state(parts.objective, values, self.group, work, "model.")
+        if self.checkpointer.uploads is not None and exported is not None:
+            self.checkpointer.uploads.add(exported)
+        return exported
+
+    def _measure(self, step: int) -> dict[str, float] | None:
+        """The figures after so many steps, none where nothing is measured; None where a signal has broken it off, which of
+        several processes only the answers heed."""
+        parts, group = self.parts, self.group
+        asked = group.broadcast(parts.validate is not None)
+        if not asked and not parts.held_out.batches:
+            return {}
+        group.phase = "held-out loss"
+        try:
+            losses = held_out_loss(
+                self.module, parts.objective, self._breakable(), parts.tasks, parts.streams, self.device, self.average, group
+            )
+        except BrokenOff:
+            return None
+        group.phase = "validation answers"
+        values = self.average.values if self.average else None
+        weights = full_state(parts.objective, values, group, "model.", self.answering) if asked else {}
+
+        def answers() -> Figures | None:
+            with suppress(BrokenOff):
+                return parts.validate(weights, step) if parts.validate is not None else {}
+            return None
+
+        figures = group.broadcast(group.run_on_first(answers))
+        return None if figures is None else group.broadcast({**figures, **losses})
+
+    def _breakable(self) -> Iterator[Any]:
+        """The held-out batches; before each one a signal ends the validation, where no other process has to agree to that."""
+        for batch in self.parts.held_out.batches:
+            if self.group.world == 1:
+                break_off()
+            yield batch

@@ -45,9 +45,8 @@ from train.data.sources.mixture import TaskMixture
 from train.distributed.fabric import leave
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, cells, targets
-from train.trainer.balanced_step import Balanced
 from train.trainer.initial_model import apply_lora, teacher_of
-from train.trainer.parts import Parts
+from train.trainer.parts import Balanced, Parts
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)

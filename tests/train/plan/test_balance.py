@@ -23,8 +23,9 @@ from train.objective.config import ObjectiveConfig
 from train.objective.objective import cells, targets
 from train.plan.memory import meta_model
 from train.plan.plan import pace
-from train.trainer.balanced_step import Balanced, Balancing
+from train.trainer.balanced_step import Balancing
 from train.trainer.feed import StepBatches
+from train.trainer.parts import Balanced
 from train.trainer.preflight import worst_batch
 
 pytestmark = pytest.mark.usefixtures("forked")

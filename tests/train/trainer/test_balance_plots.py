@@ -53,7 +53,7 @@ def test_columns_of_a_kind_stand_together(tmp_path: Path) -> None:
     ]
     rows.append({"absent/a": 1.0, "norm/c": 1.0})
     for step, row in enumerate(rows, 1):
-        Logs(tmp_path, step - 1).balance(step, row)
+        Logs(tmp_path, step - 1).write(BALANCE, step, row)
     table = read_table(tmp_path / BALANCE)
     wanted = "step weight/a weight/b norm/a norm/b norm/c cosine/a/b absent/b absent/a zero/a"
     assert list(table[0]) == wanted.split() and table[1]["norm/b"] == 3 and table[0]["absent/b"] == 1

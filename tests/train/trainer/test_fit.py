@@ -33,6 +33,7 @@ from tests.train.toys import (
     toy_targets,
 )
 from train.checkpoint import retention
+from train.checkpoint.checkpointer import Checkpointer
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -45,7 +46,6 @@ from train.config.sections import (
 from train.objective.objective import Losses
 from train.optim.schedule import learning_rate
 from train.trainer.logs import METRICS, VALIDATION, CsvTable, Logs, read_table, run_id
-from train.trainer.loop import Loop
 
 
 def plain_loop(steps: int, clip: float | None, decay: float) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def test_rows_of_the_log_are_means_over_all_targets(tmp_path: Path) -> None:
 
 
 def test_a_run_that_the_clock_ends_has_a_row_of_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loop, "_clock", lambda self: 10.0 * self.position.step)
+    monkeypatch.setattr(Checkpointer, "clock", lambda self: 10.0 * self.position.step)
     config = toy_config(tmp_path, budget=BudgetConfig(minutes=1), log=LogConfig(every=4, progress="off"))
     outcome, _ = toy_fit(config)
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == [4, outcome.step] and outcome.step > 4
@@ -368,7 +368,7 @@ def test_curves_of_a_start_that_saved_nothing_are_not_shown_twice(tmp_path: Path
     for upto, first in ((0, 1.0), (0, 2.0), (2, 3.0)):
         logs = Logs(tmp_path, upto)
         for step in range(upto + 1, 5):
-            logs.metrics(step, {"loss": first})
+            logs.write(METRICS, step, {"loss": first})
         logs.close()
     seen = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [(e.step, e.value) for e in seen] == [(1, 2.0), (2, 2.0), (3, 3.0), (4, 3.0)]

@@ -23,7 +23,7 @@ from train.commands.doctor import examine
 from train.config.parse import read_fit_config
 from train.config.sections import LogConfig
 from train.data.batching.batch import Batch
-from train.trainer.guard import StepGuard, Targets
+from train.trainer.step import StepGuard, Targets
 
 SMALL = [
     "configs/nano-scratch.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",

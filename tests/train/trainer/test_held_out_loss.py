@@ -41,7 +41,8 @@ from train.eval.held_out import items_of
 from train.objective.objective import Losses, Objective
 from train.optim.optimizer import Average
 from train.trainer.logs import VALIDATION, read_table
-from train.trainer.validation import HeldOut, build_held_out, held_out_loss
+from train.trainer.parts import HeldOut
+from train.trainer.validation import build_held_out, held_out_loss
 
 MODEL = MODELS["codec2"]
 PACKING = PackingConfig(rows=2, length=160, buffer=4)
@@ -229,7 +230,7 @@ def test_what_fails_while_it_is_measured_leaves_the_weights(monkeypatch: pytest.
 
 def test_the_lowest_loss_is_kept_and_no_number_never_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses: Iterator[float] = iter([float("nan"), 2.0, 1.0, float("-inf"), 3.0, 1.0])
-    monkeypatch.setattr("train.trainer.loop.held_out_loss", lambda *_: {"loss": next(losses)})
+    monkeypatch.setattr("train.trainer.validation.held_out_loss", lambda *_: {"loss": next(losses)})
     config = toy_config(
         tmp_path,
         budget=BudgetConfig(steps=13),

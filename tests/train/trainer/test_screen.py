@@ -16,7 +16,7 @@ from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_f
 from train.config.sections import BudgetConfig, LogConfig
 from train.console import progress as console
 from train.console.progress import TrainProgress
-from train.trainer import loop
+from train.trainer import build, observers
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
 from train.trainer.usage import StepTimes
@@ -26,7 +26,7 @@ LINES = LogConfig(every=5, progress="lines")
 
 @pytest.fixture(autouse=True)
 def no_lines_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "LINE_SECONDS", 1000.0)
+    monkeypatch.setattr(observers, "LINE_SECONDS", 1000.0)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What step times are measured by: one number, in seconds."""
     now = [0.0]
     monkeypatch.setattr("train.trainer.feed.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(loop, "StepTimes", lambda: StepTimes(lambda: now[0]))
+    monkeypatch.setattr(build, "StepTimes", lambda: StepTimes(lambda: now[0]))
     return now
 
 
@@ -74,7 +74,7 @@ def test_the_first_three_steps_of_every_start_are_shown(tmp_path: Path, capfd: p
 
 
 def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(observers, "LINE_SECONDS", 0.0)
     for name in ("lines", "off"):
         toy_fit(toy_config(tmp_path / name, log=replace(LINES, progress=name)))
     said, silent = (read_table(tmp_path / name / METRICS) for name in ("lines", "off"))

@@ -18,8 +18,8 @@ from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
 from train.trainer import signals
 from train.trainer.logs import METRICS, VALIDATION, read_table
+from train.trainer.parts import HeldOut
 from train.trainer.signals import BrokenOff, Stop, break_off
-from train.trainer.validation import HeldOut
 
 LINES = LogConfig(every=1, progress="lines")
 

@@ -28,6 +28,7 @@ from train.trainer.usage import IdleTime, Usage, bytes_of, is_out_of_memory, out
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ASKED = 1 << 52
+METER = StepMetrics(("A1A2",), ("text",), "cpu", ALONE)
 
 
 # --- time -----------------------------------------------------------------------------------------------------------------
@@ -55,13 +56,21 @@ def test_the_share_of_waiting_for_data(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row["data_wait"] for row in read_table(tmp_path / METRICS)] == [0.25, 0.25]
 
 
+def row_of(usage: Usage) -> dict[str, float]:
+    """What the row of steps that took ten seconds gets."""
+    usage.meter.measured, figures = 10.0, dict[str, float]()
+    usage.on_log(1, figures)
+    return figures
+
+
 def test_shares_are_means_over_processes() -> None:
     others = torch.tensor([6.0, 0.0, 10.0], dtype=torch.float64)
     group: Any = SimpleNamespace(sum=lambda own: own + others)
-    found = Usage(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), None, CPU, group)
+    found = Usage(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), None, METER, CPU, group)
     found.waited = 1.0
-    assert found.figures(10.0)["data_wait"] == pytest.approx(7 / 20) and "host_gap" not in found.figures(10.0)
-    assert found.figures(10.0)["data_wait"] == pytest.approx(6 / 20)
+    first = row_of(found)
+    assert first["data_wait"] == pytest.approx(7 / 20) and "host_gap" not in first
+    assert row_of(found)["data_wait"] == pytest.approx(6 / 20)
 
 
 class Stream:
@@ -92,16 +101,16 @@ class Stream:
 def test_the_share_of_time_in_which_a_gpu_has_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read at the row of the log; where the device still works through the host's wait there is no gap."""
     stream = Stream(monkeypatch)
-    found = Usage(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), None, CUDA, ALONE)
+    found = Usage(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), None, METER, CUDA, ALONE)
     for wait in (2.0, 5.0):  # each after three seconds of work: the device is idle for none, and for two
         stream.until = stream.now + 3.0
         with found.idle:
             stream.now += wait
         stream.now = max(stream.now, stream.until)
     stream.held = 7.0
-    first = found.figures(10.0)
+    first = row_of(found)
     assert first["host_gap"] == pytest.approx(0.2) and first["memory/peak"] == 7.0
-    second = found.figures(10.0)
+    second = row_of(found)
     assert second["host_gap"] == 0.0 and second["memory/peak"] == 1.0
 
 
@@ -159,7 +168,7 @@ def test_memory_by_part(tmp_path: Path) -> None:
 def test_parts_are_found_again_when_more_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())
-    found = Usage(model, optimizer, None, CPU, ALONE)
+    found = Usage(model, optimizer, None, METER, CPU, ALONE)
     counted: list[int] = []
 
     def count(tensors: Any) -> int:
@@ -199,7 +208,7 @@ def test_on_a_gpu_the_device_is_described(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 4 * GIB))
     model = nn.Linear(1 << 14, 1 << 14, bias=False, device="meta")
-    found = Usage(model, torch.optim.SGD(model.parameters()), None, CUDA, ALONE)
+    found = Usage(model, torch.optim.SGD(model.parameters()), None, METER, CUDA, ALONE)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 4 GiB")
     assert str(out_of_memory(error, CUDA, found, tmp_path, 7)).splitlines() == [
         "memory ran out in step 7: 20.00 MiB were asked for; cuda has 4.00 GiB, 0.50 GiB of it free",

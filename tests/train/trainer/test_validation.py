@@ -101,11 +101,9 @@ def test_weights_are_the_same_to_the_bit_and_figures_those_of_a_copy(
 @pytest.mark.long
 @pytest.mark.parametrize("ema", [None, 0.9])
 def test_weights_that_serve_are_not_copied(ema: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from train.trainer import loop
-
     live: set[int] = set()
     asked: list[set[int]] = []
-    measured = loop.held_out_loss
+    measured = validation.held_out_loss
 
     def spy(module: Any, objective: Any, *rest: Any) -> dict[str, float]:
         average = rest[4]
@@ -119,7 +117,7 @@ def test_weights_that_serve_are_not_copied(ema: float | None, tmp_path: Path, mo
         return evaluate(lm, *args, **kwargs)
 
     evaluate = validation.evaluate
-    monkeypatch.setattr(loop, "held_out_loss", spy)
+    monkeypatch.setattr(validation, "held_out_loss", spy)
     monkeypatch.setattr(validation, "evaluate", answer)
     fit(run(tmp_path / "run", ema=ema))
     assert len(asked) == 2 and all(found <= live for found in asked)

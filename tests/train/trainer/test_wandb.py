@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from train.trainer.logs import Logs, run_id
+from train.trainer.logs import BALANCE, METRICS, VALIDATION, Logs, run_id
 
 
 class FakeRun:
@@ -45,9 +45,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def write(folder: Path, upto: int = 0) -> None:
     logs = Logs(folder, upto, "speech", {"seed": 3})
-    logs.metrics(1, {"loss": 2.0, "lr": 0.1})
-    logs.validation(1, {"exact_match": 0.5})
-    logs.balance(2, {"weight/A1T1": 0.25})
+    logs.write(METRICS, 1, {"loss": 2.0, "lr": 0.1})
+    logs.write(VALIDATION, 1, {"exact_match": 0.5})
+    logs.write(BALANCE, 2, {"weight/A1T1": 0.25})
     Image.fromarray(np.zeros((3, 5, 3), np.uint8)).save(folder / "curves.png")
     logs.image("curves", folder / "curves.png", 2)
     logs.close()
