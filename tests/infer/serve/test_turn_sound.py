@@ -21,6 +21,7 @@ from omni.generate.listening import Listening
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
+from tests.generate.session_toys import inside
 from tests.infer.conftest import TINY, tiny_model
 from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, pcm, sound_of, with_client
@@ -115,7 +116,7 @@ def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[f
     end = Listening.asked
 
     def watched(self: Listening, *values: Any) -> Any:
-        stream = self._sound
+        stream = inside(self.session).hears(self._sound)
         assert isinstance(stream, FeatureStream)
         limit = time.monotonic() + 5
         while stream.due and time.monotonic() < limit:
