@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ EVERY = 16
 """Events after which their number is told to an engine in another process; a quarter of what a row is written ahead."""
 
 
-class Link:
+class Link(ABC):
     """A way to an engine: calls that sessions make, and the listeners that what comes is for.
 
     Attributes:
@@ -53,17 +54,17 @@ class Link:
         """Give it what the engine's turn head says of a sound."""
         self._turns[sound] = turn
 
+    @abstractmethod
     def check(self, session: int) -> None:
         """UserError where a session's engine takes no question; EngineLost where its process has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def request(self, name: str, *args: Any) -> Any:
         """Have something of `omni.engine.handler.MessageHandler` done, and wait for the result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tell(self, name: str, *args: Any) -> None:
         """`request` of something that has no result; waits for nobody."""
-        raise NotImplementedError
 
 
 class Listener:
