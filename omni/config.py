@@ -7,13 +7,11 @@ it does not know (naming the closest) and values of the wrong type.
 from __future__ import annotations
 
 import dataclasses
-import math
-import types
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from difflib import get_close_matches
-from typing import Any, Literal, TypeVar, Union
+from dataclasses import field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, PlainValidator, PositiveFloat
 
 from omni.codec.registry import check_codec_name
 from omni.encoder.config import ENCODERS, EncoderConfig
@@ -21,38 +19,36 @@ from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
 from omni.tasks import find_task
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration, validate
 
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
 
 
-MOST = {
-    "width": 1 << 20, "layers": 1000, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16, "mlp_width": 1 << 24,
-    "context": 1 << 31, "post_layers": 1000, "hidden": 1 << 24, "stack": 1000,
-}  # fmt: skip
-"""Largest sizes of a decoder and a projector: far beyond any model, yet small enough that a larger value is refused before
-memory is taken for it."""
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
+Count = Annotated[int, Field(ge=1, le=1000)]
+Heads = Annotated[int, Field(ge=1, le=1 << 16)]
+Ids = Annotated[int, Field(ge=0, le=LARGEST)]
+"""Sizes far beyond any model, yet small enough that a larger value is refused before memory is taken for it."""
 
 
-@dataclass(frozen=True)
+@configuration
 class RopeScaling:
     """Llama 3's scaling of the rotary frequencies (`rope_type: llama3` in transformers, `modeling_rope_utils.py`)."""
 
-    factor: float = ranged(32.0, above=0, below=math.inf)
-    low_freq_factor: float = ranged(1.0, above=0, below=math.inf)
-    high_freq_factor: float = ranged(4.0, above=0, below=math.inf)
-    original_context: int = ranged(8192, 1, MOST["context"])
+    factor: PositiveFloat = 32.0
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_context: Annotated[int, Field(ge=1, le=1 << 31)] = 8192
 
     def __post_init__(self) -> None:
-        check_fields(self, "decoder.rope_scaling")
         if self.high_freq_factor <= self.low_freq_factor:
             factors = f"high_freq_factor is {self.high_freq_factor}; it must be above low_freq_factor, {self.low_freq_factor}"
             raise UserError(f"decoder.rope_scaling.{factors}")
 
 
-@dataclass(frozen=True)
+@configuration
 class DecoderConfig:
     """Shape of the decoder. Qwen2/2.5/3, Llama 3, Mistral and mini-omni are settings of this one class.
 
@@ -68,25 +64,24 @@ class DecoderConfig:
         post_layers: blocks after the text head's branch, before the audio heads (mini-omni's TTS adapter).
     """
 
-    width: int = ranged(256, 1, MOST["width"])
-    layers: int = ranged(4, 1, MOST["layers"])
-    heads: int = ranged(4, 1, MOST["heads"])
-    kv_heads: int = ranged(4, 1, MOST["kv_heads"])
-    head_dim: int = ranged(0, 0, MOST["head_dim"])
-    mlp_width: int = ranged(1024, 1, MOST["mlp_width"])
-    context: int = ranged(2048, 1, MOST["context"])
-    rope_base: float = ranged(10000.0, 1, 1e15, way=", such as 10000")
+    width: Size = 256
+    layers: Count = 4
+    heads: Heads = 4
+    kv_heads: Heads = 4
+    head_dim: Annotated[int, Field(ge=0, le=1 << 16)] = 0
+    mlp_width: Size = 1024
+    context: Annotated[int, Field(ge=1, le=1 << 31)] = 2048
+    rope_base: Annotated[float, Field(ge=1, le=1e15)] = 10000.0
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
-    window: int | None = ranged(None, 1, way=", or null for full attention")
-    norm_eps: float = ranged(1e-6, above=0, most=1, way=", such as 1e-6")
+    window: Annotated[int, Field(ge=1)] | None = None
+    norm_eps: Annotated[float, Field(gt=0, le=1)] = 1e-6
     tie_text: bool = False
     combine: Literal["mean", "sum"] = "mean"
-    post_layers: int = ranged(0, 0, MOST["post_layers"])
+    post_layers: Annotated[int, Field(ge=0, le=1000)] = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "decoder")
         if self.heads % self.kv_heads:
             raise UserError(f"decoder.heads {self.heads} is not a multiple of decoder.kv_heads {self.kv_heads}")
         if not self.head_dim and self.width % self.heads:
@@ -99,7 +94,7 @@ class DecoderConfig:
         return self.head_dim or self.width // self.heads
 
 
-@dataclass(frozen=True)
+@configuration
 class ProjectorConfig:
     """Shape of the projector, which turns encoder frames into decoder positions.
 
@@ -115,14 +110,13 @@ class ProjectorConfig:
     """
 
     kind: Literal["linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k"] = "linear"
-    hidden: int = ranged(1024, 1, MOST["hidden"])
-    stack: int = ranged(1, 1, MOST["stack"])
+    hidden: Size = 1024
+    stack: Count = 1
     bias: bool = True
     tasks: tuple[str, ...] = ("A1T1", "A1T2", "A1A2")
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_fields(self, "projector")
         if self.kind in ("linear", "mlp", "gated"):
             if self.settings:
                 raise UserError(f"projector.settings are of kinds whose parts tasks share; {self.kind} has none: leave out")
@@ -137,7 +131,17 @@ class ProjectorConfig:
             raise UserError(f"projector.tasks is {list(self.tasks)}; name each task once, and at least one")
 
 
-@dataclass(frozen=True)
+def read_encoder(value: Any) -> EncoderConfig:
+    """Makes the encoder's configuration of plain data; `kind` names another than Whisper's."""
+    if isinstance(value, EncoderConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError("give a mapping of keys")
+    kind = ENCODERS.find(value.get("kind", "whisper"), "encoder.kind")
+    return validate(kind, {key: content for key, content in value.items() if key != "kind"}, lambda path: "encoder: ")
+
+
+@configuration
 class ModelConfig:
     """A whole speech language model.
 
@@ -150,16 +154,15 @@ class ModelConfig:
     """
 
     layout: Layout = field(default_factory=lambda: Layout.preset("codec2"))
-    encoder: EncoderConfig = field(default_factory=WhisperConfig)
+    encoder: Annotated[EncoderConfig, PlainValidator(read_encoder)] = field(default_factory=WhisperConfig)
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
-    codec: str = field(default="codec2", metadata={"check": check_codec_name})
-    ctc: int = ranged(0, 0, LARGEST)
-    ctc_sounds: int = ranged(0, 0, LARGEST)
+    codec: str = "codec2"
+    ctc: Ids = 0
+    ctc_sounds: Ids = 0
     turn: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
         if self.ctc_sounds and not self.ctc:
             raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is 0: give a first, or none")
         if self.encoder.width < 1:
@@ -187,76 +190,15 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def from_dict(config_type: type[T], data: Any, where: str = "config") -> T:
-    """Read plain data strictly into the dataclass `config_type`.
+    """Reads plain data into the dataclass `config_type`; `where` begins an error's line.
 
     Raises:
-        UserError: an unknown key (the closest known one is named), a missing one, or a value of another type.
+        UserError: an unknown key (the closest known one is named), a missing one, or a wrong value.
     """
-    fields = {f.name: f for f in dataclasses.fields(config_type) if f.init}  # type: ignore[arg-type]
-    if not isinstance(data, Mapping):
-        raise UserError(f"{where} is {data!r}; it must be a mapping with keys of {config_type.__name__}: {', '.join(fields)}")
-    hints = typing.get_type_hints(config_type)
-    for key in data:
-        if key not in fields:
-            close = get_close_matches(str(key), fields, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(fields)}"
-            raise UserError(f"{where}: unknown key {key!r}; {hint}")
-    for name, f in fields.items():
-        missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if missing and name not in data:
-            raise UserError(f"{where}: key {name!r} is missing")
-    for key, value in data.items():
-        most = fields[key].metadata.get("most")
-        if most is not None and isinstance(value, (list, tuple)) and len(value) > most:  # before each of them is read
-            raise UserError(f"{where}.{key} has {len(value)} entries; it must have at most {most}")
-    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in data.items()}
-    for key, value in values.items():
-        if check := fields[key].metadata.get("check"):
-            check(value, f"{where}.{key}")
-    return config_type(**values)
-
-
-def _is_list_of(hint: Any, value: Any) -> bool:
-    return typing.get_origin(hint) is tuple and isinstance(value, (list, tuple))
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        inner = [a for a in args if a is not type(None)]
-        fitting = [a for a in inner if (isinstance(a, type) and type(value) is a) or _is_list_of(a, value)]
-        return _value((fitting or inner)[0], value, where)
-    if origin is Literal:
-        if value not in args:
-            close = get_close_matches(str(value), map(str, args), 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise UserError(f"{where} is {value!r}; {hint}it must be one of {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise UserError(f"{where} is {value!r}; it must be a list")
-        hints = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
-        if len(hints) != len(value):
-            raise UserError(f"{where} has {len(value)} entries; it must have {len(hints)}")
-        return tuple(_value(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(hints, value, strict=True)))
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise UserError(f"{where} is {value!r}; it must be a mapping")
-        return dict(value)
-    if hint is EncoderConfig:
-        if not isinstance(value, Mapping):
-            raise UserError(f"{where} is {value!r}; it must be a mapping of keys")
-        value = dict(value)
-        hint = ENCODERS.find(value.pop("kind", "whisper"), f"{where}.kind")
-    if dataclasses.is_dataclass(hint):
-        return from_dict(hint, value, where)  # type: ignore[arg-type]
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(hint, type) and (not isinstance(value, hint) or (hint is int and isinstance(value, bool))):
-        raise UserError(f"{where} is {value!r}; it must be of type {hint.__name__}")
-    return value
+    config = validate(config_type, data, lambda path: f"{where}: ")
+    if isinstance(config, ModelConfig):
+        check_codec_name(config.codec, f"{where}.codec")
+    return config
 
 
 # --- presets ----------------------------------------------------------------------------------------------------------

@@ -37,12 +37,14 @@ Dimensions: B batch, K streams, A audio streams (K - 1), C columns, F frames.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from omni.errors import UserError
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +62,7 @@ SPECIALS = {
 """Offset of each special id from the stream's size, by the stream's kind; `omni.tasks.register_task` adds markers to text."""
 
 
-@dataclass(frozen=True)
+@configuration
 class Stream:
     """One parallel stream.
 
@@ -76,14 +78,13 @@ class Stream:
     """
 
     kind: Literal["audio", "text"]
-    size: int = ranged(MISSING, 1, LARGEST)
-    specials: int = ranged(64, 5, LARGEST)
-    delay: int = ranged(0, 0, LONGEST_DELAY)
+    size: Annotated[int, Field(ge=1, le=LARGEST)]
+    specials: Annotated[int, Field(ge=5, le=LARGEST)] = 64
+    delay: Annotated[int, Field(ge=0, le=LONGEST_DELAY)] = 0
     role: Literal["predicted", "given"] = "predicted"
-    rows: int = ranged(0, 0, LARGEST)
+    rows: Annotated[int, Field(ge=0, le=LARGEST)] = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, "layout.streams")
         if self.rows and self.rows < self.size + self.specials:
             raise UserError(f"layout: {self.rows} table rows cannot hold {self.size} ids and {self.specials} special ids")
 
@@ -105,7 +106,7 @@ class Stream:
         return self.size + known[name]
 
 
-@dataclass(frozen=True)
+@configuration
 class Layout:
     """All streams of a model, and what fills cells outside of the answer. See the drawing at the top of this module.
 
@@ -117,13 +118,11 @@ class Layout:
             after its end is pad in both.
     """
 
-    streams: tuple[Stream, ...] = field(metadata={"most": MOST_STREAMS})
+    streams: Annotated[tuple[Stream, ...], Field(max_length=MOST_STREAMS)]
     features: Literal["replace", "add"] = "replace"
     fill: Literal["pad", "sampled"] = "pad"
 
     def __post_init__(self) -> None:
-        if len(self.streams) > MOST_STREAMS:
-            raise UserError(f"layout: there are {len(self.streams)} streams; at most {MOST_STREAMS} can be")
         kinds = [s.kind for s in self.streams]
         if kinds.count("text") != 1 or kinds[-1] != "text":
             raise UserError(f"layout: streams are {kinds}; there must be one text stream, and it comes last")
@@ -131,7 +130,6 @@ class Layout:
             raise UserError("layout: there is no audio stream; a speech model needs at least one")
         if self.streams[-1].role != "predicted":
             raise UserError("layout: the text stream cannot be 'given'; only audio streams can")
-        check_fields(self, "layout")
 
     @classmethod
     def build(

@@ -44,18 +44,18 @@ def test_presets_have_the_published_sizes(name):
 @pytest.mark.parametrize(
     "data, says",
     [
-        ({"decoder": {"layrs": 3}}, "config.decoder: unknown key 'layrs'; did you mean 'layers'"),
-        ({"decoder": {"layers": "3"}}, "config.decoder.layers is '3'; it must be of type int"),
-        ({"layout": {}}, "config.layout: key 'streams' is missing"),
+        ({"decoder": {"layrs": 3}}, "config: unknown key decoder.layrs; did you mean decoder.layers"),
+        ({"decoder": {"layers": "few"}}, "config: decoder.layers is 'few'; it must be a whole number"),
+        ({"layout": {}}, "config: layout.streams is missing"),
         ({"decoder": {"heads": 3, "kv_heads": 2}}, "decoder.heads 3 is not a multiple"),
         ({"decoder": {"width": 0}}, "decoder.width is 0"),
         ({"codec": "snak"}, r"config.codec: codec 'snak' is unknown; did you mean 'snac'\?"),
-        ({"decoder": {"norm_eps": float("nan")}}, "decoder.norm_eps is nan; it must be above 0 and at most 1"),
-        ({"decoder": {"rope_base": -1}}, "decoder.rope_base is -1.0; it must be at least 1 and at most 1e.15"),
-        ({"decoder": {"rope_scaling": {"factor": 0}}}, "decoder.rope_scaling.factor is 0.0; it must be above 0 and finite"),
+        ({"decoder": {"norm_eps": float("nan")}}, "decoder.norm_eps is nan; it must be a finite number"),
+        ({"decoder": {"rope_base": -1}}, "decoder.rope_base is -1; it must be greater than or equal to 1"),
+        ({"decoder": {"rope_scaling": {"factor": 0}}}, "decoder.rope_scaling.factor is 0; it must be greater than 0"),
         ({"decoder": {"rope_scaling": {"low_freq_factor": 4.0}}}, "high_freq_factor is 4.0; .* above low_freq_factor, 4.0"),
-        ({"decoder": {"context": 1 << 40}}, "decoder.context is 1099511627776; it must be at least 1 and at most 2147483648"),
-        ({"encoder": {"window_seconds": float("nan")}}, "encoder.window_seconds=nan"),
+        ({"decoder": {"context": 1 << 40}}, "decoder.context is 1099511627776; it must be less than or equal to 2147483648"),
+        ({"encoder": {"window_seconds": float("nan")}}, "encoder: window_seconds is nan"),
     ],
 )
 def test_reading_is_strict(data, says):

@@ -5,14 +5,16 @@ S samples of 16 kHz sound, T encoder frames (two feature frames each), M mel ban
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
 
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP, LOWEST, WINDOW, MelFloor, log_mel, mel_frames, samples_before
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
 from omni.errors import UserError, warn_about_sound
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +24,7 @@ EncoderMode = Literal["padded", "variable", "chunked"]
 Normalize = Literal["none", "clip"]
 
 
-@dataclass(frozen=True)
+@configuration
 class WhisperConfig(EncoderConfig):
     """Shape of a Whisper encoder and preprocessing of its sound; training and serving of a model share it.
 
@@ -59,23 +61,22 @@ class WhisperConfig(EncoderConfig):
 
     kind: ClassVar[str] = "whisper"
     n_mels: int = 80
-    width: int = ranged(384, 4, 1 << 20)
-    heads: int = ranged(6, 1)
-    layers: int = ranged(4, 1, 1000)
+    width: Annotated[int, Field(ge=4, le=1 << 20)] = 384
+    heads: PositiveInt = 6
+    layers: Annotated[int, Field(ge=1, le=1000)] = 4
     window_seconds: float = 30.0
     mode: EncoderMode = "variable"
     mel_floor: MelFloor = "clip"
     long_audio: LongAudio = "refuse"
     hop: int = HOP
     normalize: Normalize = "none"
-    mel_range: float = ranged(8.0, 0.5, 8.0)
-    mel_blur: float = ranged(0.0, 0, 10)
+    mel_range: Annotated[float, Field(ge=0.5, le=8)] = 8.0
+    mel_blur: Annotated[float, Field(ge=0, le=10)] = 0.0
     chunk_ms: int = 320
     train_chunk_ms: tuple[int, int] = (160, 1280)
     history_ms: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "encoder")
         if self.n_mels not in (80, 128):
             raise UserError(f"encoder.n_mels={self.n_mels}: Whisper's filter banks have 80 or 128 bands")
         if self.width % 2 or self.width % self.heads:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from omni.errors import UserError
-from omni.utils.ranges import check_fields, ranged
+from omni.utils.configuration import configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class LoRAConfig:
     """Settings of an adapter.
 
@@ -22,16 +24,15 @@ class LoRAConfig:
     """
 
     targets: tuple[str, ...] = ("decoder.blocks.*",)
-    rank: int = ranged(8, 1)
-    alpha: float = ranged(16.0, above=0, below=math.inf)
-    dropout: float = ranged(0.0, 0, below=1)
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         if not self.targets or isinstance(self.targets, str):
             content = f"the text {self.targets!r}" if self.targets else "empty"
             raise UserError(f"lora.targets is {content}; give a list of names of linears, such as ['decoder.blocks.*']")
-        check_fields(self, "lora")
 
     @property
     def scale(self) -> float:

@@ -37,11 +37,13 @@ def span(low: float = -math.inf, high: float = math.inf) -> AfterValidator:
     return AfterValidator(check)
 
 
+OPTIONS = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def configuration(section: type[T]) -> type[T]:
     """Makes a class a frozen dataclass whose values are checked wherever it is made; UserError for a wrong one, in one line."""
-    options = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
-    made: Any = pydantic.dataclasses.dataclass(frozen=True, config=options)(section)
+    made: Any = pydantic.dataclasses.dataclass(frozen=True, config=OPTIONS)(section)
     checked = made.__init__
 
     @functools.wraps(checked)
@@ -67,6 +69,8 @@ def validate(config_type: type[T], data: Any, where: Callable[[str], str] = lamb
     Raises:
         UserError: an unknown key (the closest is named), a missing one, or a wrong value.
     """
+    if not hasattr(config_type, "__pydantic_config__"):  # a plug-in's dataclass
+        config_type.__pydantic_config__ = OPTIONS  # type: ignore[attr-defined]
     try:
         return TypeAdapter(config_type).validate_python(data)
     except ValidationError as error:

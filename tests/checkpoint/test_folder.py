@@ -174,7 +174,7 @@ def edit(place, change) -> None:
     "change, says",
     [
         (lambda c: c.update(format=99), "format 99 is unknown"),
-        (lambda c: c["model"]["decoder"].update(widht=4), "unknown key 'widht'; did you mean 'width'"),
+        (lambda c: c["model"]["decoder"].update(widht=4), "unknown key decoder.widht; did you mean decoder.width"),
         (lambda c: c.update(files=[]), r"config.json: files is \[\]; it must list"),
         (lambda c: c.update(extra=None), "config.json: extra is None; it must be an object"),
         (lambda c: c["model"].update(codec="snak"), r"model.codec: codec 'snak' is unknown; did you mean 'snac'\?"),

@@ -205,7 +205,7 @@ def test_overrides_change_the_preset_only_where_they_say() -> None:
     base = preset("nano")
     config = changed(base, ModelSection(preset="nano", decoder={"layers": 7}, ctc=30))
     assert config == dataclasses.replace(base, ctc=30, decoder=dataclasses.replace(base.decoder, layers=7))
-    with pytest.raises(UserError, match=r"model\.decoder: unknown key 'layerz'; did you mean 'layers'"):
+    with pytest.raises(UserError, match=r"model: unknown key decoder\.layerz; did you mean decoder\.layers"):
         changed(base, ModelSection(preset="nano", decoder={"layerz": 7}))
     with pytest.raises(UserError, match="neither preset nor init_from"):
         ModelSection()
