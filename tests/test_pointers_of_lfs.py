@@ -16,8 +16,8 @@ from omni.errors import UserError
 from omni.files import read_json
 from omni.pretrained import find_model
 from omni.text import Tokenizer
+from omni.utils.configuration import read_yaml
 from tests.train.data.readers.toys import write_tone
-from train.console.command import read_yaml
 from train.data.readers import Broken, open_source
 from train.data.readers.containers import read_shard
 from train.data.rows.parquet import StoredRows

@@ -1,4 +1,4 @@
-"""Configurations as frozen dataclasses that pydantic checks, and its errors in one line."""
+"""Configurations as frozen dataclasses that pydantic checks, its errors in one line, and their files in YAML."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, TypeVar, Union
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 import pydantic.dataclasses
+import yaml
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from typing_extensions import dataclass_transform
 
 from omni.errors import UserError
+from omni.files import refuse_pointer
 from omni.utils.arguments import meant
 
 T = TypeVar("T")
@@ -170,3 +173,75 @@ def all_keys(config_type: Any, path: str = "") -> Iterator[str]:
 def plain(config: Any) -> Any:
     """The configuration as plain data: mappings, lists, numbers and texts."""
     return TypeAdapter(type(config)).dump_python(config, mode="json")
+
+
+# --- files in YAML ----------------------------------------------------------------------------------------------------
+
+
+class Spelled(float):
+    """A number with a point or exponent; its `str` is as it is written."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Loader(yaml.SafeLoader):
+    """Reads YAML 1.2 (PyYAML knows 1.1, to which `1:30` is 90 and `off` false): the core schema, but with `007` for a text.
+
+    A mapping with a key that is there twice is refused, of which YAML's own loader keeps the last.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], Any] = {}
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            before = first.setdefault((key.tag, key.value), key)
+            if before is not key:
+                line, other = key.start_mark.line + 1, before.start_mark.line + 1
+                raise UserError(f"line {line}: {key.value} is given again, after line {other}; keep one")
+        return node
+
+
+_WHOLE = r"(?:0|[1-9][0-9]*)"
+for _tag, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", rf"[-+]?{_WHOLE}", "-+0123456789"),
+    ("float", rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)", "-+.0123456789"),
+    ("merge", "<<", "<"),
+):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
+
+
+class _SpellingLoader(Loader):
+    """Keeps how numbers are written, for where a text is wanted."""
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Spelled:
+        number = Spelled(super().construct_yaml_float(node))  # type: ignore[no-untyped-call]
+        number.text = node.value
+        return number
+
+
+_SpellingLoader.add_constructor("tag:yaml.org,2002:float", _SpellingLoader.construct_yaml_float)
+yaml.SafeDumper.add_representer(Spelled, yaml.SafeDumper.represent_float)
+
+
+def load_yaml(text: str) -> Any:
+    """The value of a text in YAML; YAMLError for none."""
+    return yaml.load(text, Loader)
+
+
+def read_yaml(file: Path, noun: str = "configuration") -> Any:
+    """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `noun`
+    names it in the message."""
+    try:
+        refuse_pointer(file)
+        return yaml.load(file.read_text(encoding="utf-8"), _SpellingLoader)
+    except UserError as error:
+        raise UserError(f"{noun} {file} {error}") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{noun} {file} cannot be read ({' '.join(str(error).split())}); give a YAML file") from error

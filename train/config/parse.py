@@ -15,9 +15,9 @@ import yaml
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from omni.utils.arguments import is_option
-from omni.utils.configuration import all_keys, hint_at, inner, plain, validate
+from omni.utils.configuration import all_keys, hint_at, inner, load_yaml, plain, validate
 from train.config.run import FitConfig
-from train.console.command import GIVE, RECIPES, Parser, find_config, load_yaml, read_config
+from train.console.command import GIVE, RECIPES, Parser, find_config, read_config
 from train.data.sources import SOURCES, shipped
 
 

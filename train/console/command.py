@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jsonargparse
 import yaml
 
 from omni.errors import UserError, closest
-from omni.files import refuse_pointer
 from omni.pretrained import find_model
 from omni.utils.arguments import StrictParser
+from omni.utils.configuration import load_yaml, read_yaml
 from omni.utils.remote import refuse_remote
+
+jsonargparse.set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 """Folder of the recipes, `configs` of a checkout: they come with the package, and are found by name."""
@@ -55,78 +56,6 @@ def _near(file: Path) -> str:
     named = {p.stem: p.stem for p in sorted(RECIPES.glob("*.yaml"))} | beside
     close = get_close_matches(file.stem, named, n=1, cutoff=0.7)
     return f"did you mean {named[close[0]]}?" if close else ""
-
-
-class Spelled(float):
-    """A number with a point or exponent; its `str` is as it is written."""
-
-    text = ""
-
-    def __str__(self) -> str:
-        return self.text
-
-
-class Loader(yaml.SafeLoader):
-    """Reads YAML 1.2 (PyYAML knows 1.1, to which `1:30` is 90 and `off` false): the core schema, but with `007` for a text.
-
-    A mapping with a key that is there twice is refused, of which YAML's own loader keeps the last.
-    """
-
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        first: dict[tuple[str, str], Any] = {}
-        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
-            before = first.setdefault((key.tag, key.value), key)
-            if before is not key:
-                line, other = key.start_mark.line + 1, before.start_mark.line + 1
-                raise UserError(f"line {line}: {key.value} is given again, after line {other}; keep one")
-        return node
-
-
-_WHOLE = r"(?:0|[1-9][0-9]*)"
-for _tag, _pattern, _first in (
-    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", rf"[-+]?{_WHOLE}", "-+0123456789"),
-    ("float", rf"[-+]?(?:\.[0-9]+|{_WHOLE}(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)", "-+.0123456789"),
-    ("merge", "<<", "<"),
-):
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
-
-
-class _SpellingLoader(Loader):
-    """Keeps how numbers are written, for where a text is wanted."""
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> Spelled:
-        number = Spelled(super().construct_yaml_float(node))  # type: ignore[no-untyped-call]
-        number.text = node.value
-        return number
-
-
-_SpellingLoader.add_constructor("tag:yaml.org,2002:float", _SpellingLoader.construct_yaml_float)
-yaml.SafeDumper.add_representer(Spelled, yaml.SafeDumper.represent_float)
-
-
-def load_yaml(text: str) -> Any:
-    """The value of a text in YAML; YAMLError for none."""
-    return yaml.load(text, Loader)
-
-
-jsonargparse.set_loader("yaml", load_yaml, (yaml.YAMLError,))
-
-
-def read_yaml(file: Path, noun: str = "configuration") -> Any:
-    """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `noun`
-    names it in the message."""
-    try:
-        refuse_pointer(file)
-        return yaml.load(file.read_text(encoding="utf-8"), _SpellingLoader)
-    except UserError as error:
-        raise UserError(f"{noun} {file} {error}") from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{noun} {file} cannot be read ({' '.join(str(error).split())}); give a YAML file") from error
 
 
 def read_config(file: Path) -> Mapping[str, Any]:

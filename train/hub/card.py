@@ -22,9 +22,9 @@ from omni.errors import UserError
 from omni.files import read_json
 from omni.stores.hub import CARD
 from omni.utils.charts import markdown_table
+from omni.utils.configuration import read_yaml
 from train.checkpoint.retention import CONFIG, newest, read_state
 from train.checkpoint.upload import CHECKPOINTS
-from train.console.command import read_yaml
 from train.console.progress import counted, duration, short, shown
 from train.eval.measures import MEASURES, Figure, interval
 from train.eval.measures import shown as shown_measure

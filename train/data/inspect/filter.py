@@ -19,7 +19,7 @@ from omni.audio.resample import resample
 from omni.config import from_dict
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
-from train.console.command import read_yaml
+from omni.utils.configuration import read_yaml
 from train.console.progress import Progress, percent
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row

@@ -39,8 +39,7 @@ from pydantic import Field, NonNegativeFloat
 
 from omni.config import from_dict
 from omni.errors import UserError, closest
-from omni.utils.configuration import configuration
-from train.console.command import read_yaml
+from omni.utils.configuration import configuration, read_yaml
 from train.data.readers.templates.sentences import (
     FUNCTIONS,
     SLOT,
