@@ -13,7 +13,7 @@ from omni.checkpoint.folder import save_folder
 from omni.convert.omni_folder import quantize_folder
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
-from omni.layout import Layout
+from omni.layout import IGNORE, Layout
 from omni.tasks import Turn, prompt
 from tests.train.data.toys import TOKENIZER
 from tests.train.eval.toys import QUICK, noise, random_model, read_lines, save_model
@@ -23,7 +23,7 @@ from train.commands.models import run_convert
 from train.config.sections import ModelSection
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Row, RowTurn, Sound
-from train.eval.against import distance
+from train.eval.against import _allowed, _follow, _log_probabilities, distance
 from train.eval.held_out import Item
 from train.trainer.initial_model import build_initial, shape_of
 
@@ -106,20 +106,21 @@ def test_a_distance_is_that_of_the_logits(place: Path) -> None:
     item = Item("T1T2", "what 3", "what 3", None, None)
     answer = other.generate("what 3", "T1T2", max_tokens=6)
     found = distance(lm, other, item, answer)
-    assert found.steps == found.tokens == len(answer.tokens) + (answer.ended == "end") and found.agreed <= found.tokens
+    (distant, steps), (agreed, tokens) = found["kl"], found["agreement"]
+    assert steps == tokens == len(answer.tokens) + (answer.ended == "end") and agreed <= tokens
     allowed = slice(0, lm.layout.text.size + 1)  # the ordinary ids and `end`
-    tokens, kl = prompt(lm.layout, Turn("T1T2", question=other.tokenizer.encode("what 3"))).tokens, 0.0
+    columns, kl = prompt(lm.layout, Turn("T1T2", question=other.tokenizer.encode("what 3"))).tokens, 0.0
     with torch.no_grad():
-        for step in range(found.steps):
+        for step in range(int(steps)):
             p, q = (
-                m.model.decoder.text_logits(m.model(tokens[None]))[0, -1, allowed].double().softmax(-1) for m in (other, lm)
+                m.model.decoder.text_logits(m.model(columns[None]))[0, -1, allowed].double().softmax(-1) for m in (other, lm)
             )
             kl += float((p * (p / q).log()).sum())
             column = lm.layout.ids("pad")
             if step < len(answer.tokens):
                 column[-1] = answer.tokens[step]
-            tokens = torch.cat([tokens, column[:, None]], dim=1)
-    assert found.kl == pytest.approx(kl, rel=1e-3) and kl > 1e-4
+            columns = torch.cat([columns, column[:, None]], dim=1)
+    assert distant == pytest.approx(kl, rel=1e-3) and kl > 1e-4
 
 
 def test_a_greedy_answer_is_the_likeliest_along_itself(place: Path) -> None:
@@ -128,5 +129,12 @@ def test_a_greedy_answer_is_the_likeliest_along_itself(place: Path) -> None:
     for task in ("A1A2", "A1T1", "T1A2", "T1T2"):
         question: Any = torch.from_numpy(noise(3)) if task.startswith("A") else "what 3"
         answer = lm.generate(question, task, max_seconds=0.4, max_tokens=10)
-        found = distance(lm, lm, Item(task, question, "", None, None), answer)
-        assert found.tokens and found.own == found.agreed == found.tokens and found.kl == 0, task
+        item = Item(task, question, "", None, None)
+        found = distance(lm, lm, item, answer)
+        assert found["kl"][0] == 0 and found["agreement"][0] == found["agreement"][1] > 0, task
+        with torch.no_grad():
+            columns, hidden = _follow(lm, item, answer)
+        for stream, targets in enumerate(columns.targets):
+            positions = (targets != IGNORE).nonzero().flatten()
+            likeliest = _log_probabilities(lm, hidden, stream, positions).argmax(-1)
+            assert _allowed(lm, stream)[likeliest].equal(targets[positions]), task

@@ -21,9 +21,8 @@ from train.eval.questions import OWN
 from train.eval.run import evaluate
 
 if TYPE_CHECKING:
-    from train.eval.compare import Comparison
     from train.eval.measures import Figure
-    from train.eval.report import Run
+    from train.eval.report import Comparison, Run
 
 
 DIGITS = "spoken-digits"
@@ -107,10 +106,12 @@ def _evaluate_distances(chosen: Mapping[str, Any], config: EvalConfig) -> int:
     for name in ("model", "teacher"):
         check_folder(chosen[name])
     check_folder_to_be(out, "output folder")
-    distances = evaluate_distances(chosen["model"], chosen["teacher"], chosen["data"], out, config, chunks, chosen["progress"])
-    print_table("distance from the teacher", *delay_table(distances.figures))
-    if distances.left_out:
-        print(f"{counted(len(distances.left_out), 'recording')} left out; the first: {distances.left_out[0]}")
+    figures, left_out = evaluate_distances(
+        chosen["model"], chosen["teacher"], chosen["data"], out, config, chunks, chosen["progress"]
+    )
+    print_table("distance from the teacher", *delay_table(figures))
+    if left_out:
+        print(f"{counted(len(left_out), 'recording')} left out; the first: {left_out[0]}")
     print(f"table and picture: {out / TABLE}, {out / PICTURE}")
     return 0
 
@@ -172,7 +173,7 @@ def _compare(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=given_path, help="folder for table and picture (default: compared_with_A in OUT_B)")
     chosen = parser.read(argv)
     with importing():
-        from train.eval.compare import compare, write_comparison
+        from train.eval.report import compare, write_comparison
 
     before, after = chosen["compare"]
     comparison = compare(before, after)

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from omni.text import Tokenizer
 from train.console.progress import Progress
 from train.data.readers import Broken
 from train.data.rows.row import Row
-from train.eval.answers import EvalQuestion, ask, make_item, stream_timings
+from train.eval.answers import EvalQuestion, ask, make_question, stream_timings
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.journal import record_all
@@ -52,43 +53,20 @@ from train.eval.questions import Questions
 from train.scoring.text import find_normaliser
 
 
-@dataclass(frozen=True)
-class Distance:
-    """How far a model's distributions are from another's along one answer.
-
-    Attributes:
-        kl: nats, summed over streams and steps.
-        steps: time steps with a supervised token.
-        agreed: supervised tokens at which both models hold the same id for the likeliest.
-        own: supervised tokens that are the other model's likeliest: all of them where the columns are that model's own answer.
-        tokens: number of supervised tokens.
-    """
-
-    kl: float
-    steps: int
-    agreed: int
-    own: int
-    tokens: int
-
-
 def check_alike(lm: SpeechLM, other: SpeechLM, where: Path) -> None:
     """Refuse a model whose answers cannot be set beside this one's: of another layout or tokenizer (UserError)."""
-    if lm.layout != other.layout:
-        raise UserError(f"--against {where} has another layout, so its answers cannot be compared: name the original model")
-    if lm.tokenizer.inner.to_str() != other.tokenizer.inner.to_str():
-        raise UserError(f"--against {where} has another tokenizer, so its answers cannot be compared: name the original model")
+    for noun, same in (
+        ("layout", lm.layout == other.layout),
+        ("tokenizer", lm.tokenizer.inner.to_str() == other.tokenizer.inner.to_str()),
+    ):
+        if not same:
+            raise UserError(f"--against {where} has another {noun}, so its answers cannot be compared: name the original model")
 
 
 def compare_some(
-    lm: SpeechLM,
-    other: SpeechLM,
-    questions: Questions,
-    answered: Sequence[int],
-    task: Task,
-    config: EvalConfig,
-    file: Path,
+    lm: SpeechLM, other: SpeechLM, questions: Questions, answered: Sequence[int], task: Task, config: EvalConfig, file: Path,
     progress: Progress,
-) -> None:
+) -> None:  # fmt: skip
     """Compares the models on `config.against_limit` of the questions at `answered`, spread evenly, and writes a record of each.
 
     `scores` of a record are this model's, `against` the other's.
@@ -100,12 +78,7 @@ def compare_some(
     def score(asked: list[EvalQuestion]) -> Iterator[dict[str, Any]]:
         theirs, ours = (ask(model, asked, greedy, sound=False) for model in (other, lm))
         for question, their, our in zip(asked, theirs, ours, strict=True):
-            apart = distance(lm, other, question.item, their)
-            scores: dict[str, tuple[float, float]] = {
-                "kl": (apart.kl, apart.steps),
-                "agreement": (apart.agreed, apart.tokens),
-                "same_answer": (float(same(their, our)), 1),
-            }
+            scores = distance(lm, other, question.item, their) | {"same_answer": (float(same(their, our)), 1)}
             record: dict[str, Any] = {"bytes": [bytes_of(other), bytes_of(lm)], "scores": scores}
             if question.index in timed:
                 before, after = (stream_timings(model, question.item, greedy) for model in silent)
@@ -113,7 +86,7 @@ def compare_some(
                 record["against"] = {"steps": (before.steps, before.total - before.prefill)}
             yield record
 
-    record_all(file, sample, config, progress, lambda index, row: EvalQuestion(index, row, make_item(row, task, lm)), score)
+    record_all(file, sample, config, progress, partial(make_question, lm, task), score)
 
 
 def bytes_of(lm: SpeechLM) -> int:
@@ -129,61 +102,54 @@ def same(a: Answer, b: Answer) -> bool:
 
 
 @torch.no_grad()
-def distance(lm: SpeechLM, other: SpeechLM, item: Item, answer: Answer) -> Distance:
-    """The distance from `other` to `lm` along an answer of `other`; both see its columns, whatever they would have said."""
-    kl, agreed, own, tokens, steps = 0.0, 0, 0, 0, set[int]()
-    columns = [_columns(model, item, answer) for model in (lm, other)]
-    hidden = [_hidden(model, item, whole) for model, whole in zip((lm, other), columns, strict=True)]
-    for stream, targets in enumerate(columns[0].targets):
+def distance(lm: SpeechLM, other: SpeechLM, item: Item, answer: Answer) -> dict[str, tuple[float, float]]:
+    """How far `lm` is from `other` along an answer of `other`, whose columns both see: the pairs of `kl`, over the time steps
+    with a supervised token, and `agreement`, over these tokens."""
+    kl, agreed, tokens, steps = 0.0, 0, 0, set[int]()
+    columns, hidden = _follow(lm, item, answer)
+    _, other_hidden = _follow(other, item, answer)
+    for stream, targets in enumerate(columns.targets):
         positions = torch.nonzero(targets != IGNORE).flatten()  # [N]
         if not len(positions):
             continue
-        ours, theirs = (_log_probabilities(model, h, stream, positions) for model, h in zip((lm, other), hidden, strict=True))
+        ours = _log_probabilities(lm, hidden, stream, positions)
+        theirs = _log_probabilities(other, other_hidden, stream, positions)
         kl += float((theirs.exp() * (theirs - ours)).sum())
-        likeliest = theirs.argmax(-1)
-        agreed += int((ours.argmax(-1) == likeliest).sum())
-        own += int((_allowed(lm, stream)[likeliest.cpu()] == targets[positions]).sum())
+        agreed += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
         steps |= set(positions.tolist())
         tokens += len(positions)
-    return Distance(kl, len(steps), agreed, own, tokens)
+    return {"kl": (kl, len(steps)), "agreement": (agreed, tokens)}
 
 
-def _columns(lm: SpeechLM, item: Item, answer: Answer) -> Columns:
-    """The columns of a question and an answer. Of one that was cut, its ends are no targets, nor is what was written beside
-    frames that were not kept."""
-    asked = read_question(item.question, item.task, lm.model, lm.tokenizer).after(read_system(item.system, lm.tokenizer))
-    task = asked.task
+def _follow(lm: SpeechLM, item: Item, answer: Answer) -> tuple[Columns, Hidden]:
+    """The columns of a question and an answer, and their hidden states [C, W]. Of an answer that was cut, its ends are no
+    targets, nor is what was written beside frames that were not kept."""
+    question = read_question(item.question, item.task, lm.model, lm.tokenizer)
+    asked = question.after(read_system(item.system, lm.tokenizer))
     turn = replace(
         asked.turn,
-        text=answer.tokens if task.text else None,
-        codes=answer.codes if task.audio else None,
+        text=answer.tokens if asked.task.text else None,
+        codes=answer.codes if asked.task.audio else None,
         cut=answer.ended != "end",
     )
-    columns = example(lm.layout, [turn])
+    columns, device = example(lm.layout, [turn]), lm.model.device
     if turn.cut and answer.codes is not None:
         known = len(prompt(lm.layout, asked.turn)) + answer.codes.shape[1] + min(s.delay for s in lm.layout.audio)
         columns.targets[:, known:] = IGNORE
-    return columns
-
-
-def _hidden(lm: SpeechLM, item: Item, columns: Columns) -> Hidden:
-    """Hidden states [C, W] of all columns."""
-    asked = read_question(item.question, item.task, lm.model, lm.tokenizer)
-    features, device = encode_questions(lm.model, [asked])[0], lm.model.device
+    features = encode_questions(lm.model, [question])[0]
     index = columns.feature_index[None].to(device) if features is not None else None
     hidden = lm.model(columns.tokens[None].to(device), features, index)
-    return Hidden(hidden.text[0], hidden.audio[0])
+    return columns, Hidden(hidden.text[0], hidden.audio[0])
 
 
 def _log_probabilities(lm: SpeechLM, hidden: Hidden, stream: int, positions: Tensor) -> Tensor:
     """Log-probabilities [N, V] of the ids of a stream that may be drawn (`_allowed`), at some columns; float64."""
-    decoder, layout = lm.model.decoder, lm.layout
-    positions = positions.to(hidden.text.device)
-    if stream == layout.n_audio:
-        logits = decoder.text_logits(Hidden(hidden.text[positions], hidden.audio[positions]))
+    decoder, positions = lm.model.decoder, positions.to(hidden.text.device)
+    chosen = Hidden(hidden.text[positions], hidden.audio[positions])
+    if stream == lm.layout.n_audio:
+        logits = decoder.text_logits(chosen)
     else:
-        part = decoder.audio_logits(Hidden(hidden.text[positions], hidden.audio[positions]))
-        logits = part[:, decoder.audio_offsets[stream] : decoder.audio_offsets[stream + 1]]
+        logits = decoder.audio_logits(chosen)[:, decoder.audio_offsets[stream] : decoder.audio_offsets[stream + 1]]
     return logits[:, _allowed(lm, stream).to(logits.device)].double().log_softmax(-1)
 
 
@@ -212,13 +178,11 @@ def load_before(path: Path, device: str) -> SpeechLM:
 
 def check_texts(questions: Questions) -> None:
     """Refuse data without any row whose question and answer are written (UserError)."""
-    for _, row in questions.iterate():
-        if not isinstance(row, Broken) and _lacks(row) is None:
-            return
-    raise UserError(
-        "the text-only score needs rows with a question's text and a reference answer, and the data have none: name other "
-        "data, or leave --text and --text_before out"
-    )
+    if all(isinstance(row, Broken) or _lacks(row) for _, row in questions.iterate()):
+        raise UserError(
+            "the text-only score needs rows with a question's text and a reference answer, and the data have none: name other "
+            "data, or leave --text and --text_before out"
+        )
 
 
 def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Path, progress: Progress) -> None:
@@ -226,12 +190,11 @@ def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Pa
     normaliser, context = find_normaliser(config.normaliser), lm.config.decoder.context
 
     def prepare(index: int, row: Row) -> EvalQuestion:
-        why = _lacks(row)
-        if why is None and len(example(lm.layout, [_turn(lm, row)])) > context:
-            why = f"question and answer do not fit in the model's context of {context}"
-        if why is not None:
+        if why := _lacks(row):
             raise UserError(why)
-        return EvalQuestion(index, row, make_item(row, TASK, lm))
+        if len(example(lm.layout, [_turn(lm, row)])) > context:
+            raise UserError(f"question and answer do not fit in the model's context of {context}")
+        return make_question(lm, TASK, index, row)
 
     def score(asked: list[EvalQuestion]) -> Iterator[dict[str, Any]]:
         turns = [_turn(lm, question.row) for question in asked]
@@ -253,7 +216,7 @@ def check_before(path: Path, tokenizer: Tokenizer, questions: Questions, count: 
         raise UserError(f"--text_before {path} is no folder of a model: name a model folder, or a language model's")
     before = Tokenizer.from_file(path / "tokenizer.json")
     for _, (_, row) in zip(range(count), questions.iterate(), strict=False):
-        if isinstance(row, Broken) or _lacks(row) is not None:
+        if isinstance(row, Broken) or _lacks(row):
             continue
         for text in (row.turns[0].question_text, row.turns[0].answer_text):
             if tokenizer.encode(text) != before.encode(text):
@@ -303,11 +266,12 @@ def plain_text(lm: SpeechLM, turn: Turn) -> Columns:
     return Columns(tokens, targets, torch.full((len(ids),), -1))
 
 
-def _lacks(row: Row) -> str | None:
-    turn = row.turns[0]
-    return (
-        "has no question text" if not turn.question_text.strip() else None if turn.answer_text.strip() else "has no answer text"
-    )
+def _lacks(row: Row) -> str:
+    """Why a row has no text-only score; "" where it has one."""
+    for noun, text in (("question", row.turns[0].question_text), ("answer", row.turns[0].answer_text)):
+        if not text.strip():
+            return f"has no {noun} text"
+    return ""
 
 
 def _turn(lm: SpeechLM, row: Row) -> Turn:

@@ -17,9 +17,8 @@ Dimensions: S samples, A audio streams, F frames.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,13 +33,12 @@ from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer, Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Task, prompt
-from train.console.progress import Display, Progress
-from train.data.readers import Broken
+from train.console.progress import Progress
 from train.data.rows.row import Row
 from train.data.seeding import key
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item, read_item, scores_of
-from train.eval.journal import Journal, noting_broken, record_all
+from train.eval.journal import noting_broken, record_all
 from train.eval.measures import METRICS, metric_scores
 from train.eval.questions import Questions, RecordRow
 from train.scoring.asr import ASR, transcript
@@ -61,7 +59,7 @@ class EvalQuestion:
         return len(self.item.question) / SAMPLE_RATE if isinstance(self.item.question, Tensor) else 0.0
 
 
-def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
+def make_question(lm: SpeechLM, task: Task, index: int, row: Row) -> EvalQuestion:
     """Makes a question with its references of the first turn of a row; UserError for no question of the task's kind, or one
     that cannot be read or leaves no room for an answer."""
     turn, codec = row.turns[0], lm.codec
@@ -76,7 +74,7 @@ def make_item(row: Row, task: Task, lm: SpeechLM) -> Item:
     columns = len(prompt(lm.layout, asked.turn))
     if columns >= lm.config.decoder.context:
         raise UserError(f"takes {columns} positions, and the model's context has {lm.config.decoder.context}")
-    return replace(item, text=(item.text if task.text else turn.question_text) or None)
+    return EvalQuestion(index, row, replace(item, text=(item.text if task.text else turn.question_text) or None))
 
 
 def answer_all(
@@ -89,7 +87,7 @@ def answer_all(
         pairs = zip(asked, answers, strict=True)
         return [judge(question, answer, task, config, asr, lm.codec) for question, answer in pairs]
 
-    record_all(file, questions, config, progress, lambda index, row: EvalQuestion(index, row, make_item(row, task, lm)), score)
+    record_all(file, questions, config, progress, partial(make_question, lm, task), score)
 
 
 def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: bool) -> list[Answer]:
@@ -97,13 +95,11 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
     return lm.generate(
         [question.item.question for question in asked],
         [question.item.task for question in asked],
-        sampling=config.sampling,
         seed=[key(config.seed, question.index) % (1 << 31) for question in asked],
-        max_seconds=config.max_seconds,
-        max_tokens=config.max_tokens,
         batch_size=config.batch,
         sound=sound,
         system=[question.item.system for question in asked],
+        **config.answering,
     )
 
 
@@ -146,72 +142,35 @@ def judge(
 
 
 def time_some(
-    lm: SpeechLM,
-    questions: Questions,
-    answered: Sequence[int],
-    task: Task,
-    config: EvalConfig,
-    file: Path,
-    progress: Progress,
+    lm: SpeechLM, questions: Questions, answered: Sequence[int], task: Task, config: EvalConfig, file: Path, progress: Progress
 ) -> None:
     """Streams `config.timed` of the questions at `answered`, spread evenly over them, and writes a record of each."""
-    sample = questions.sample(answered, config.timed)
-    journal = Journal(file, max(1, len(sample)), len(sample))  # timed together or not at all
-    if journal.done == len(sample):
-        return
-    records: list[dict[str, Any]] = []
-    with closing(Display(len(sample), 0, progress, label=file.stem)) as display:
-        for index, row in sample.iterate():
-            display.tick(1, 0.0)
-            assert not isinstance(row, Broken)  # it has been answered
-            item = make_item(row, task, lm)
-            if not records:
-                stream_timings(lm, item, config)
-            scores = timing_scores(stream_timings(lm, item, config))
-            records.append(
-                {"index": index, "where": row.where, "scores": scores, "threads": torch.get_num_threads(), "load": load()}
-            )
-    journal.append(records)
+    first = True
 
+    def score(asked: list[EvalQuestion]) -> Iterator[dict[str, Any]]:
+        nonlocal first
+        for question in asked:
+            if first:
+                stream_timings(lm, question.item, config)
+                first = False
+            scores = timing_scores(stream_timings(lm, question.item, config))
+            yield {"scores": scores, "threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1)}
 
-def load() -> float | None:
-    """Processes that wanted to run in the last minute, on average; None where the system does not say."""
-    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    sample, alone = questions.sample(answered, config.timed), replace(config, batch=1)
+    record_all(file, sample, alone, progress, partial(make_question, lm, task), score)
 
 
 def timing_scores(timings: Timings) -> dict[str, tuple[float, float]]:
     """The pairs of an answer's times; what it lacks is left out."""
-    out: dict[str, tuple[float, float]] = {}
-    if timings.first_text is not None:
-        out["first_text"] = (1000 * timings.first_text, 1)
-    if timings.first_audio is not None:
-        out["first_audio"] = (1000 * timings.first_audio, 1)
-    if timings.audio:
-        out["real_time_factor"] = (timings.total, timings.audio)
-    return out
+    first = {"first_text": timings.first_text, "first_audio": timings.first_audio}
+    out: dict[str, tuple[float, float]] = {name: (1000 * time, 1) for name, time in first.items() if time is not None}
+    return out | ({"real_time_factor": (timings.total, timings.audio)} if timings.audio else {})
 
 
 def stream_timings(lm: SpeechLM, item: Item, config: EvalConfig) -> Timings:
     """Streams an answer; returns its times."""
-    timings = Timings()
-    for event in lm.stream(
-        item.question,
-        item.task,
-        sampling=config.sampling,
-        seed=config.seed,
-        max_seconds=config.max_seconds,
-        max_tokens=config.max_tokens,
-        system=item.system,
-    ):
-        if isinstance(event, Ended):
-            timings = event.timings
-    return timings
-
-
-def check_turns(task: Task) -> None:
-    """Refuses a task that writes no answer, which could be compared (UserError)."""
-    if not task.text:
-        raise UserError(f"--turns compares texts, and {task.name} writes none: give another --task, or leave --turns out")
+    events = lm.stream(item.question, item.task, seed=config.seed, system=item.system, **config.answering)
+    return [event.timings for event in events if isinstance(event, Ended)][-1]
 
 
 def answer_turns(
@@ -233,14 +192,7 @@ def answer_turns(
 def _converse(lm: SpeechLM, row: Row, task: Task, config: EvalConfig, seed: int) -> list[dict[str, Any]]:
     """Holds one conversation; UserError where a turn lacks what the task needs, or the session has no room for it."""
     same, out = find_normaliser(config.normaliser), []
-    with lm.session(
-        sampling=config.sampling,
-        seed=seed,
-        system=row.system,
-        max_seconds=config.max_seconds,
-        max_tokens=config.max_tokens,
-        pace="whole",
-    ) as session:
+    with lm.session(seed=seed, system=row.system, pace="whole", **config.answering) as session:
         for number, turn in enumerate(row.turns):
             lacking = turn.lacks(task)
             if lacking is not None and not lacking.startswith("answer_codes"):

@@ -90,16 +90,13 @@ class EvalConfig:
         check_quantize(self.quantize, self.device)
         if self.asr == "sphinx" and not self.asr_words:
             raise UserError("--asr sphinx needs the words that it may recognise: give --asr_words '[zero, one, two]'")
-        _ = self.sampling  # its own checks
+        _ = self.answering  # sampling has its own checks
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_k=self.top_k)
-
-    @property
-    def text_only(self) -> bool:
-        """True where the text-only score is taken."""
-        return self.text or self.text_before is not None
+    def answering(self) -> dict[str, Any]:
+        """The options of `SpeechLM.generate`, `stream` and `session`."""
+        sampling = Sampling(temperature=self.temperature, top_k=self.top_k)
+        return {"sampling": sampling, "max_seconds": self.max_seconds, "max_tokens": self.max_tokens}
 
     def deciding(self) -> dict[str, Any]:
         """The settings that the stored answers depend on: another start may change the others."""

@@ -7,7 +7,8 @@ For the latter no text and no answer is needed, so that recordings alone will do
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +57,8 @@ def _by_length(encoder: EncoderConfig, chunks: Sequence[int]) -> dict[int, Encod
 
 def write_delays(by_chunk: Mapping[int, Figures], out: Path) -> None:
     """Writes the figures of several lengths as a table, as JSON and as a picture."""
-    head, rows = delay_table(by_chunk)
-    write_whole(out / TABLE, markdown_table(head, rows) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / TABLE, markdown_table(*delay_table(by_chunk)) + "\n")
     write_json(out / JSON, {chunk: {name: plain(v) for name, v in figures.items()} for chunk, figures in by_chunk.items()})
     draw_delays(by_chunk, out / PICTURE)
 
@@ -77,7 +78,7 @@ def delay_table(by_chunk: Mapping[int, Figures]) -> tuple[list[str], list[list[s
 def draw_delays(by_chunk: Mapping[int, Figures], file: Path) -> Path:
     """Draws the shares and error rates, or all figures where there are none, over the length of a chunk, with 95 % intervals;
     whole clips at the right."""
-    from train.eval.report import SHARES, errors_of, lengths_of
+    from train.eval.report import SHARES, bars_of
 
     chunks = sorted(by_chunk, key=lambda chunk: chunk or float("inf"))
     names = [name for name in SHARES if all(name in by_chunk[chunk] for chunk in chunks)]
@@ -86,24 +87,12 @@ def draw_delays(by_chunk: Mapping[int, Figures], file: Path) -> Path:
     with drawn(file) as axes:
         axis = axes[0, 0]
         for name in names:
-            figures = [by_chunk[chunk][name] for chunk in chunks]
-            lengths, errors = lengths_of(figures, scale), errors_of(figures, scale)
+            lengths, errors = bars_of([by_chunk[chunk][name] for chunk in chunks], scale)
             axis.errorbar(range(len(chunks)), lengths, yerr=errors, marker="o", label=MEASURES[name].title)
         axis.set_xticks(range(len(chunks)), [f"{chunk} ms" if chunk else "whole" for chunk in chunks])
         axis.set(xlabel="chunk of the encoder", ylabel=unit)
         axis.set_ylim(bottom=0)
     return file
-
-
-MEASURE = "distance"
-
-
-@dataclass(frozen=True)
-class Distances:
-    """Figures by length of a chunk in milliseconds, 0 for whole recordings; and why recordings were left out."""
-
-    figures: dict[int, dict[str, Figure]]
-    left_out: list[str]
 
 
 def evaluate_distances(
@@ -114,8 +103,9 @@ def evaluate_distances(
     config: EvalConfig,
     chunks: Sequence[int],
     progress: Progress = "auto",
-) -> Distances:
-    """Measures the mean `frame_distances` of a model's frames from the teacher's, and writes table, JSON and picture.
+) -> tuple[dict[int, Figures], list[str]]:
+    """Measures the mean `frame_distances` of a model's frames from the teacher's, and writes table, JSON and picture; figures
+    by milliseconds, and why recordings were left out.
 
     The teacher's encoder hears each recording whole, and in its window where its mode is "padded". Without `chunks`
     (milliseconds, 0 for whole recordings) the model has its own. UserError for an encoder that hears whole clips only, or of
@@ -133,10 +123,9 @@ def evaluate_distances(
         raise UserError(
             f"--teacher {teacher}: its encoder is of another shape than that of {model}; name its origin"
         ) from error
-    by_chunk: dict[int, list[tuple[float, int]]] = {chunk: [] for chunk in chosen}
+    pairs: dict[int, list[tuple[float, int]]] = {chunk: [] for chunk in chosen}
     left_out: list[str] = []
-    display = Display(len(recordings), 0, progress)
-    with torch.no_grad():
+    with torch.no_grad(), closing(Display(len(recordings), 0, progress)) as display:
         for sound in _sounds(recordings, stored, left_out):
             prepared = stored.prepare(sound)
             features, lengths = collate(prepared.features)
@@ -144,31 +133,28 @@ def evaluate_distances(
             taught = whole.hear_whole(*clips, other.config.fixed_length)
             for chunk, student.config in chosen.items():
                 distances = frame_distances(student.run(*clips), taught)
-                by_chunk[chunk].append((float(distances.sum()), len(distances)))
+                pairs[chunk].append((float(distances.sum()), len(distances)))
             display.tick(1, len(sound) / SAMPLE_RATE)
-    display.close()
-    if not any(by_chunk.values()):
+    if not any(pairs.values()):
         raise UserError(f"none of the {len(recordings)} recordings can be heard; the first: {left_out[0]}")
-    figures = {chunk: {MEASURE: figure(MEASURE, np.asarray(pairs, dtype=np.float64))} for chunk, pairs in by_chunk.items()}
-    out.mkdir(parents=True, exist_ok=True)
+    figures: dict[int, Figures] = {chunk: {"distance": figure("distance", np.array(of))} for chunk, of in pairs.items()}
     write_delays(figures, out)
-    return Distances(figures, left_out)
+    return figures, left_out
 
 
 def _sounds(recordings: Questions, encoder: EncoderConfig, left_out: list[str]) -> Iterator[Tensor]:
     """Samples [S] of each row's first question; `left_out` receives why there are none."""
     for _, row in recordings.iterate():
-        if isinstance(row, Broken):
-            left_out.append(f"{row.where}: {row.why}")
-        elif row.turns[0].question_audio is None:
-            left_out.append(f"{row.where}: there is no question_audio")
-        else:
-            try:
-                sound = row.turns[0].question_audio.load(SAMPLE_RATE)
-                encoder.clips(len(sound))
-            except StoreError:
-                raise
-            except UserError as error:
-                left_out.append(f"{row.where}: {error}")
-                continue
-            yield sound
+        try:
+            if isinstance(row, Broken):
+                raise UserError(row.why)
+            if row.turns[0].question_audio is None:
+                raise UserError("there is no question_audio")
+            sound = row.turns[0].question_audio.load(SAMPLE_RATE)
+            encoder.clips(len(sound))
+        except StoreError:
+            raise
+        except UserError as error:
+            left_out.append(f"{row.where}: {error}")
+            continue
+        yield sound

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,8 +34,6 @@ LATER = ("text_before", "text_before_hash", "against", "against_hash")
 """Entries that a later start may add, or leave out."""
 AGAIN = "remove its folder and evaluate again"
 """Advice in the error for a damaged file of an evaluation."""
-_HALVES = "backslashreplace"
-"""Error handler that writes half of a surrogate pair, as a path may hold, as JSON's own escape."""
 
 
 def claim(folder: Path, started: Mapping[str, Any]) -> None:
@@ -51,35 +49,39 @@ def claim(folder: Path, started: Mapping[str, Any]) -> None:
         return
     before = read_json(file, AGAIN)
     for name, wanted in json.loads(json.dumps(started)).items():
-        if name in LATER and None in (wanted, before.get(name)):
-            before[name] = wanted or before.get(name)
-        elif before.get(name) != wanted:
-            setting, old, new = _difference(name, before.get(name), wanted)
+        old = before.get(name)
+        if name in LATER and None in (wanted, old):
+            before[name] = wanted or old
+        elif old != wanted:
+            if isinstance(old, dict) and isinstance(wanted, dict):
+                inner = next(key for key in (*wanted, *old) if old.get(key) != wanted.get(key))
+                name, old, wanted = f"{name} {inner}", old.get(inner), wanted.get(inner)
+            was, now = (json.dumps(value, ensure_ascii=False) for value in (old, wanted))
             raise UserError(
-                f"{folder} was started with {setting} {_short(old)}, this start has {_short(new)}: go on with the former, or "
+                f"{folder} was started with {name} {was:.80}, this start has {now:.80}: go on with the former, or "
                 "name another folder with --out"
             )
     write_json(file, before)
 
 
-class Journal:
-    """Records in a file of JSON lines, one per item: `total` in all, in batches of `group`, of which `done` are there."""
+def resume(file: Path, group: int, total: int) -> int:
+    """Cuts off what is not whole of a file of `total` records in batches of `group`; returns the number of those kept."""
+    if not file.is_file():
+        return 0
+    with file.open("rb") as handle:
+        sizes = [len(line) for line in takewhile(_record, handle)][:total]
+    done = total if len(sizes) == total else len(sizes) - len(sizes) % group
+    os.truncate(file, sum(sizes[:done]))
+    return done
 
-    def __init__(self, file: Path, group: int, total: int) -> None:
-        self.file = file
-        ends = list(_ends(file))[:total]
-        self.done = len(ends) if len(ends) == total else len(ends) - len(ends) % group
-        if file.is_file():
-            os.truncate(file, ends[self.done - 1] if self.done else 0)
 
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add records; they are on the disk when this returns."""
-        lines = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
-        with self.file.open("a", encoding="utf-8", errors=_HALVES) as handle:
-            handle.write(lines)
-            handle.flush()
-            os.fsync(handle.fileno())
-        self.done += len(records)
+def append(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Add records to a file; they are on the disk when this returns."""
+    lines = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+    with file.open("a", encoding="utf-8", errors="backslashreplace") as handle:  # a path may hold half of a surrogate pair
+        handle.write(lines)
+        handle.flush()
+        os.fsync(handle.fileno())
 
 
 def record_all(
@@ -97,11 +99,11 @@ def record_all(
         prepare: makes of a row what is asked, by its place in the data; ValueError or OSError where it cannot.
         score: asks a batch of these, and gives the rest of each record.
     """
-    journal = Journal(file, config.batch, len(questions))
-    if journal.done == len(questions):
+    done = resume(file, config.batch, len(questions))
+    if done == len(questions):
         return
-    items = questions.iterate(journal.done)
-    with closing(Display(len(questions), journal.done, progress, label=file.stem)) as display:
+    items = questions.iterate(done)
+    with closing(Display(len(questions), done, progress, label=file.stem)) as display:
         while batch := list(islice(items, config.batch)):
             records: list[dict[str, Any]] = [{"index": index, "where": row.where} for index, row in batch]
             asked: list[Q] = []
@@ -113,7 +115,7 @@ def record_all(
             whole = [record for record in records if "broken" not in record]
             for record, scored in zip(whole, score(asked) if asked else (), strict=True):
                 record.update(scored)
-            journal.append(records)
+            append(file, records)
             display.tick(len(records), sum(record.get("seconds", 0.0) for record in whole))
 
 
@@ -147,19 +149,6 @@ def read_records(file: Path) -> Iterator[dict[str, Any]]:
                 )
 
 
-def _ends(file: Path) -> Iterator[int]:
-    """Offsets in bytes at which whole records end, up to the first that is not whole."""
-    if not file.is_file():
-        return
-    end = 0
-    with file.open("rb") as handle:
-        for line in handle:
-            end += len(line)
-            if _record(line) is None:
-                return
-            yield end
-
-
 def _record(line: bytes) -> dict[str, Any] | None:
     """The record of a line, None where it is not whole."""
     try:
@@ -167,16 +156,3 @@ def _record(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def _difference(name: str, before: Any, wanted: Any) -> tuple[str, Any, Any]:
-    """Name and both values of an entry that differs; of settings, the first one that does."""
-    if not isinstance(before, dict) or not isinstance(wanted, dict):
-        return name, before, wanted
-    inner = next(key for key in (*wanted, *before) if before.get(key) != wanted.get(key))
-    return f"{name} {inner}", before.get(inner), wanted.get(inner)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -141,46 +141,35 @@ def pairs_of(records: Iterable[Mapping[str, Any]], name: str) -> Pairs:
     return np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
 
 
-def value(measure: Measure, pairs: Pairs) -> float:
-    """The figure of pairs [N, 2], N at least 1; NaN where there is none."""
-    return float(_values(measure, pairs, np.arange(len(pairs))[None])[0])
-
-
 def figure(name: str, pairs: Pairs, seed: int = 0) -> Figure:
-    """The figure with its interval."""
-    measure = MEASURES[name]
-    low, high = _percentiles(_resampled(measure, [pairs], seed)[0])
-    return Figure(value(measure, pairs), low, high, len(pairs))
+    """The figure of pairs [N, 2], N at least 1, with its interval; NaN where there is none."""
+    return _bootstrap(lambda index: _values(name, pairs, index), len(pairs), seed)
 
 
 def difference(name: str, a: Pairs, b: Pairs, seed: int = 0) -> Figure:
     """B's figure minus A's, over the same N questions in the same order, with its interval."""
-    measure = MEASURES[name]
-    of_a, of_b = _resampled(measure, [a, b], seed)
-    low, high = _percentiles(of_b - of_a)
-    return Figure(value(measure, b) - value(measure, a), low, high, len(a))
+    return _bootstrap(lambda index: _values(name, b, index) - _values(name, a, index), len(a), seed)
 
 
-def _resampled(measure: Measure, sides: list[Pairs], seed: int) -> list[np.ndarray]:
-    """Figures [R] of each side over the same resampled questions."""
-    rng = np.random.default_rng(seed)
-    size = len(sides[0])
-    step = max(1, _CELLS // size)
-    parts: list[list[np.ndarray]] = [[] for _ in sides]
-    for low in range(0, RESAMPLES, step):
-        index = rng.integers(size, size=(min(step, RESAMPLES - low), size))
-        for part, pairs in zip(parts, sides, strict=True):
-            part.append(_values(measure, pairs, index))
-    return [np.concatenate(part) for part in parts]
+def _bootstrap(statistic: Callable[[np.ndarray], np.ndarray], size: int, seed: int) -> Figure:
+    """The value and interval of a statistic, which gives values [R] of the questions at `index` [R, N], of `size` questions."""
+    rng, step, parts = np.random.default_rng(seed), max(1, _CELLS // size), []
+    for start in range(0, RESAMPLES, step):
+        parts.append(statistic(rng.integers(size, size=(min(step, RESAMPLES - start), size))))
+    values = np.concatenate(parts)
+    finite = values[np.isfinite(values)]
+    low, high = np.percentile(finite, [2.5, 97.5]).tolist() if len(finite) else (math.nan, math.nan)
+    return Figure(float(statistic(np.arange(size)[None])[0]), low, high, size)
 
 
-def _values(measure: Measure, pairs: Pairs, index: np.ndarray) -> np.ndarray:
+def _values(name: str, pairs: Pairs, index: np.ndarray) -> np.ndarray:
     """Figures [R] of the questions at `index` [R, N], NaN where their weights sum to 0."""
-    if measure.kind == "median":
+    kind = MEASURES[name].kind
+    if kind == "median":
         return np.median(pairs[index, 0], axis=1)
     sums, weights = pairs[index, 0].sum(1), pairs[index, 1].sum(1)
     ratio = np.divide(sums, weights, out=np.full(len(sums), np.nan), where=weights > 0)
-    if measure.kind == "perplexity":
+    if kind == "perplexity":
         with np.errstate(over="ignore"):  # a bad model's is infinite
             return np.exp(ratio)
     return ratio
@@ -191,14 +180,6 @@ def plain(figure: Figure) -> dict[str, float | int | None]:
     return {name: None if number != number else number for name, number in asdict(figure).items()}
 
 
-def _percentiles(values: np.ndarray) -> tuple[float, float]:
-    finite = values[np.isfinite(values)]
-    if not len(finite):
-        return float("nan"), float("nan")
-    low, high = np.percentile(finite, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def shown(name: str, number: float) -> str:
     """Formats a value: shares and error rates in per cent, times in their unit."""
     measure = MEASURES[name]
@@ -207,16 +188,13 @@ def shown(name: str, number: float) -> str:
     if measure.kind == "share":
         return percent(number, 2)
     size = abs(number)
-    text = f"{number:.0f}" if size >= 1000 else f"{number:.1f}" if size >= 100 else f"{number:.3f}"
-    if 0 < size < 0.01:
-        text = f"{number:.2g}"
-    return f"{text} {measure.unit}".strip()
+    digits = ".0f" if size >= 1000 else ".1f" if size >= 100 else ".2g" if 0 < size < 0.01 else ".3f"
+    return f"{number:{digits}} {measure.unit}".strip()
 
 
 def interval(name: str, figure: Figure) -> str:
     """Formats a figure's interval; one end where both read the same, as those above 100 % do."""
-    low, high = shown(name, figure.low), shown(name, figure.high)
-    return low if low == high else f"{low} to {high}"
+    return " to ".join(dict.fromkeys((shown(name, figure.low), shown(name, figure.high))))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from omni.generate.speech_lm import SpeechLM
 
 REFERENCES = ("reference", "output", "answer", "target")
-SOUND = ("audio",)
 _PIECE = 1 << 20
 
 
@@ -56,7 +56,7 @@ def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: R
     if turn.question_audio is None:
         raise UserError("has no recording in its column 'audio': drop the row")
     name = next((str(data[n]) for n in ("id", "key", "index") if isinstance(data.get(n), str | int)), "")
-    fields = {name: value for name, value in data.items() if name not in SOUND}
+    fields = {name: value for name, value in data.items() if name != "audio"}
     return RecordRow((turn,), id=name, source="voicebench", language=options.language, where=where, fields=fields)
 
 
@@ -84,24 +84,16 @@ OWN = {VOICEBENCH.name: VOICEBENCH}
 def open_data(path: Path, options: ReaderOptions) -> OpenedSource:
     """Opens the data as a source of rows; UserError where there are none, or of no known format."""
     address, path = find_address(path), data_path(path)
+    known = ", ".join([*OWN, *READERS])
     with naming(address or path, path):
-        source = _open(path, options)
+        check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {known}")
+        if options.format and options.format not in (*OWN, *READERS):
+            raise UserError(f"--read.format {options.format!r} is unknown: there are {known}")
+        own = next((r for r in OWN.values() if r.name == options.format or (not options.format and r.recognise(path))), None)
+        source = open_source(path, options) if own is None else own(path, options)
     if address is not None:
         source.brought = path, address
     return source
-
-
-def _open(path: Path, options: ReaderOptions) -> OpenedSource:
-    check_there(path, "data", f"data {path} does not exist: name a file or folder of one of {', '.join([*OWN, *READERS])}")
-    if options.format in OWN:
-        return OWN[options.format](path, options)
-    if not options.format:
-        for reader in OWN.values():
-            if reader.recognise(path):
-                return reader(path, options)
-    elif options.format not in READERS:
-        raise UserError(f"--read.format {options.format!r} is unknown: there are {', '.join([*OWN, *READERS])}")
-    return open_source(path, options)
 
 
 @dataclass(frozen=True)
@@ -121,9 +113,7 @@ class Questions:
         size = len(source)
         if size == 0:
             raise UserError("the data hold no rows; name others")
-        if count is None or count >= size:
-            return cls(source, range(size))
-        return cls(source, evenly(size, count))
+        return cls(source, range(size) if count is None else evenly(size, count))
 
     def sample(self, places: Sequence[int], count: int) -> Questions:
         """Chooses at most `count` of the items at these places, evenly."""
@@ -134,24 +124,15 @@ class Questions:
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Row | Broken]]:
         """Yields index and item, from the `start`th chosen one on; an item whose texts cannot be read is broken."""
-        for first, stop in _runs(self.chosen[start:]):
-            for at, item in enumerate(self.source.iterate(first, stop), first):
-                item = readable(item)
+        for _, group in groupby(enumerate(self.chosen[start:]), lambda pair: pair[1] - pair[0]):  # indices without a gap
+            indices = [index for _, index in group]
+            items = self.source.iterate(indices[0], indices[-1] + 1)
+            for index, item in zip(indices, map(readable, items), strict=True):
                 where = self.source.named(item.where)
-                yield at, Broken(where, self.source.named(item.why)) if isinstance(item, Broken) else replace(item, where=where)
-
-
-def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending indices as ranges (start, stop)."""
-    start = stop = -1
-    for index in indices:
-        if index != stop:
-            if stop > start:
-                yield start, stop
-            start = index
-        stop = index + 1
-    if stop > start:
-        yield start, stop
+                if isinstance(item, Broken):
+                    yield index, Broken(where, self.source.named(item.why))
+                else:
+                    yield index, replace(item, where=where)
 
 
 def choose_task(questions: Questions, lm: SpeechLM) -> Task:

@@ -1,9 +1,9 @@
-"""Computes figures from the records of a run, and writes report.json, report.md, pictures, and answers in VoiceBench's own
-form."""
+"""Computes figures from the records of one run or two, and writes tables, JSON, pictures, and answers in VoiceBench's form."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 from omni.errors import UserError
 from omni.files import read_json, write_json, write_whole
 from omni.utils.charts import INK, drawn, markdown_table
+from train.console.progress import counted
 from train.eval.journal import AGAIN, RUN, read_records
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
 from train.scoring.text import explain
@@ -79,27 +80,17 @@ class ScoreChange:
         return {before: plain(self.before), after: plain(self.after), "difference": plain(self.difference)}
 
 
-def figures_of(run: Run) -> dict[str, Figure]:
-    """Every figure that the records have something for, in the order of `MEASURES`."""
-    out = {}
-    for name in MEASURES:
-        pairs = pairs_of(run.scored, name)
-        if len(pairs):
-            out[name] = figure(name, pairs)
-    return out
-
-
 def against_of(run: Run) -> dict[str, ScoreChange]:
     """The changes from the model that this one is set against, over the questions that both answered."""
-    theirs = [{"index": r["index"], "scores": r["against"]} for r in run.records.get(AGAINST, ()) if "against" in r]
-    steps = compared(theirs, run.records.get(AGAINST, ()), ["steps"])
-    return compared(run.records.get(OTHERS, ()), run.records[ANSWERS], [n for n in MEASURES if n not in steps]) | steps
+    apart = run.records.get(AGAINST, ())
+    theirs = [{"index": r["index"], "scores": r["against"]} for r in apart if "against" in r]
+    return compared(run.records.get(OTHERS, ()), run.records[ANSWERS]) | compared(theirs, apart)
 
 
-def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> dict[str, ScoreChange]:
+def compared(a: Sequence[Record], b: Sequence[Record]) -> dict[str, ScoreChange]:
     """Figures of two lists of records over the items that both have a score for, and B's minus A's."""
     out = {}
-    for name in names:
+    for name in MEASURES:
         of_a = {r["index"]: r for r in a if name in r.get("scores", {})}
         both = [r for r in b if name in r.get("scores", {}) and r["index"] in of_a]
         if both:
@@ -110,8 +101,9 @@ def compared(a: Sequence[Record], b: Sequence[Record], names: Sequence[str]) -> 
 
 def write_report(run: Run) -> dict[str, Figure]:
     """Write `report.json`, `report.md` and, of VoiceBench's data, `voicebench.jsonl`; returns the figures."""
-    figures, against = figures_of(run), against_of(run)
-    changes = compared(run.records[TEXT_BEFORE], run.records[TEXT], [n for n in MEASURES if n.startswith("text_")])
+    figures = {name: figure(name, pairs) for name in MEASURES if len(pairs := pairs_of(run.scored, name))}
+    against = against_of(run)
+    changes = compared(run.records[TEXT_BEFORE], run.records[TEXT])
     data = {
         **run.started,
         "answered": run.answered,
@@ -127,7 +119,7 @@ def write_report(run: Run) -> dict[str, Figure]:
             for (source, turn), f in figures_of_turns(run.records[TURNS]).items()
         ]
     write_json(run.folder / REPORT, data)
-    write_whole(run.folder / TABLE, as_markdown(run, figures, changes, against))
+    write_whole(run.folder / TABLE, _markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
         answers = [{**r["given"], "response": r["response"]} for r in run.records[ANSWERS] if "broken" not in r]
         lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]
@@ -135,37 +127,50 @@ def write_report(run: Run) -> dict[str, Figure]:
     return figures
 
 
-def as_markdown(
+def _markdown(
     run: Run, figures: Mapping[str, Figure], changes: Mapping[str, ScoreChange], against: Mapping[str, ScoreChange]
 ) -> str:
-    """The report as Markdown."""
-    settings = run.started
-    normaliser = settings["settings"]["normaliser"]
-    lines = [
-        f"# {settings['model']} on {settings['data']}",
-        "",
-        f"- data: {settings['format']}, {settings['items']} questions: {run.answered} answered, {len(run.broken)} broken",
-        f"- task: {settings['task']}; {_drawing(settings['settings'])}",
-        f"- texts are compared after the normaliser {normaliser}: {explain(normaliser)}",
-    ]
-    if settings.get("ear"):
-        lines.append(f"- spoken answers were transcribed by {settings['ear']}, whose own errors count too")
-    if run.records[TIMINGS]:
-        lines.append(f"- {_circumstances(run.records[TIMINGS], settings['device'])}")
-    lines += ["", markdown_table(*figure_table(figures))]
+    started = run.started
+    lines = [*_heading(run), "", markdown_table(*figure_table(figures))]
     if against:
-        lines += ["", f"## Against {settings['against']}", "", *size_lines(run)]
+        lines += ["", f"## Against {started['against']}", "", *size_lines(run)]
         lines.append(markdown_table(*change_table(against, "against", "model")))
     if changes:
-        lines += ["", f"## Text only: before ({settings['text_before']}) and after", ""]
+        lines += ["", f"## Text only: before ({started['text_before']}) and after", ""]
         lines.append(markdown_table(*change_table(changes, "before", "after")))
     turns = turn_table(run)
     if turns[1]:
         lines += ["", "## Turns, each after the model's own answers", "", markdown_table(*turns)]
     lines += ["", "Intervals: bootstrap over questions. The figures:", ""]
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
-    lines += _mistakes(run) + _broken(run)
+    lines += _mistakes(run)
+    if run.broken:
+        lines += ["", f"## Broken rows ({len(run.broken)})", ""]
+        lines += [f"- {location(run, r)}: {r['broken']}" for r in run.broken[:NAMED]]
+    if len(run.broken) > NAMED:
+        lines.append(f"- and {len(run.broken) - NAMED} more, see {REPORT}")
     return "\n".join(lines) + "\n"
+
+
+def _heading(run: Run) -> list[str]:
+    """Title of a report, and how the questions were asked."""
+    started, settings, timed = run.started, run.started["settings"], run.records[TIMINGS]
+    normaliser, greedy = settings["normaliser"], settings["temperature"] == 0
+    drawing = "greedy" if greedy else f"drawn at temperature {settings['temperature']:g} with seed {settings['seed']}"
+    lines = [
+        f"# {started['model']} on {started['data']}",
+        "",
+        f"- data: {started['format']}, {started['items']} questions: {run.answered} answered, {len(run.broken)} broken",
+        f"- task: {started['task']}; answers are {drawing}",
+        f"- texts are compared after the normaliser {normaliser}: {explain(normaliser)}",
+    ]
+    if started.get("ear"):
+        lines.append(f"- spoken answers were transcribed by {started['ear']}, whose own errors count too")
+    if timed:
+        where, load = f"{started['device']}, {counted(timed[-1]['threads'], 'thread')}", max(r["load"] for r in timed)
+        busy = f"load of the machine {load:g} (others' work slows it)"
+        lines.append(f"- {len(timed)} questions were streamed one by one on {where}, {busy}")
+    return lines
 
 
 def size_lines(run: Run) -> list[str]:
@@ -212,19 +217,6 @@ def signed(name: str, number: float) -> str:
     return f"{sign}{100 * number:.2f} points" if points else sign + shown(name, number)
 
 
-def _drawing(settings: Mapping[str, Any]) -> str:
-    if settings["temperature"] == 0:
-        return "answers are greedy"
-    return f"answers are drawn at temperature {settings['temperature']:g} with seed {settings['seed']}"
-
-
-def _circumstances(timed: Sequence[Record], device: str) -> str:
-    """A line with the device, threads and load under which questions were streamed."""
-    threads, loads = timed[-1]["threads"], [r["load"] for r in timed if r["load"] is not None]
-    busy = f", load of the machine {max(loads):g} (others' work slows it)" if loads else ""
-    return f"{len(timed)} questions were streamed one by one on {device}, {threads} thread{'s' * (threads > 1)}{busy}"
-
-
 def figures_of_turns(records: Iterable[Record]) -> dict[tuple[str, int], Figure]:
     """Exact match by source and turn, counted from 1."""
     right: dict[tuple[str, int], list[tuple[bool, int]]] = {}
@@ -250,24 +242,14 @@ def _mistakes(run: Run) -> list[str]:
         scores = r.get("scores", {})
         errors = scores.get("wer", scores.get("cer", scores.get("speech_wer", (0, 0))))[0]
         if errors:
-            wrong.append((errors, r))
+            wrong.append((-errors, r["index"], r))
     if not wrong:
         return []
-    wrong.sort(key=lambda pair: (-pair[0], pair[1]["index"]))
-    head = ["", f"## Answers with most errors ({min(NAMED, len(wrong))} of {len(wrong)} with any)", ""]
-    listened = run.started.get("ear") is not None
-    texts = ("reference", "response", *(["heard"] if listened else []))
-    cells = [(cell(location(run, r)), f"{e:.0f}", *(cell(r[name]) for name in texts)) for e, r in wrong[:NAMED]]
-    return [*head, markdown_table(("where", "errors", "reference", "answer", "heard")[: len(texts) + 2], cells)]
-
-
-def _broken(run: Run) -> list[str]:
-    if not run.broken:
-        return []
-    lines = ["", f"## Broken rows ({len(run.broken)})", ""]
-    lines += [f"- {location(run, r)}: {r['broken']}" for r in run.broken[:NAMED]]
-    more = len(run.broken) - NAMED
-    return lines + ([f"- and {more} more, see {REPORT}"] if more > 0 else [])
+    columns = {"reference": "reference", "response": "answer"} | ({"heard": "heard"} if run.started.get("ear") else {})
+    worst = sorted(wrong)[:NAMED]
+    rows = [(cell(location(run, r)), f"{-errors:.0f}", *(cell(r[name]) for name in columns)) for errors, _, r in worst]
+    title = f"## Answers with most errors ({len(rows)} of {len(wrong)} with any)"
+    return ["", title, "", markdown_table(("where", "errors", *columns.values()), rows)]
 
 
 def location(run: Run, record: Record) -> str:
@@ -312,7 +294,7 @@ def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
             if name.startswith("text_") and len(pairs_of(run.records[TEXT_BEFORE], name)):
                 series = [("before", run.records[TEXT_BEFORE]), ("after", run.scored)]
             for i, (label, records) in enumerate(series):
-                _spread(axis, _scale(name) * _each(name, pairs_of(records, name)), f"C{i}", label)
+                _spread(axis, name, records, f"C{i}", label)
             axis.set(xlabel=SPREAD[name], ylabel="share of questions", ylim=(0, 1.02))
         title = f"{Path(run.started['model']).name}: {run.answered} questions of {Path(run.started['data']).name}"
         figure.suptitle(f"{title}\nbelow: share of the questions up to a value; dotted: the median", fontsize=10)
@@ -327,23 +309,22 @@ def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], 
         for axis in axes.flat[len(changes) :]:
             axis.remove()
         for axis, (name, change) in zip(axes.flat, changes.items(), strict=False):
-            sides, scale, d = (change.before, change.after), _scale(name), change.difference
-            errors = errors_of(sides, scale)
-            axis.bar(range(2), lengths_of(sides, scale), 0.6, color=["C0", "C1"], yerr=errors, ecolor=INK)
+            d, (lengths, errors) = change.difference, bars_of((change.before, change.after), _scale(name))
+            axis.bar(range(2), lengths, 0.6, color=["C0", "C1"], yerr=errors, ecolor=INK)
             axis.set_xticks(range(2), [f"{letter}: {label}" for letter, label in zip("AB", names, strict=True)])
             axis.set_ylim(bottom=0)
             title = f"{MEASURES[name].title} ({MEASURES[name].better} is better)"
             interval = f"B - A: {signed(name, d.value)} ({signed(name, d.low)} to {signed(name, d.high)})"
             axis.set_title(f"{title}\n{interval}", fontsize=8)
-            axis.set_ylabel(_unit(name))
+            axis.set_ylabel("per cent" if MEASURES[name].kind == "share" else MEASURES[name].unit)
     return file
 
 
 def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> None:
     selected = [figures[name] for name in names]
-    positions, lengths = np.arange(len(names))[::-1], lengths_of(selected, 100.0)
+    positions, (lengths, errors) = np.arange(len(names))[::-1], bars_of(selected, 100.0)
     colors = ["C2" if MEASURES[name].better == "higher" else "C1" for name in names]
-    axis.barh(positions, lengths, 0.62, xerr=errors_of(selected, 100.0), color=colors, ecolor=INK)
+    axis.barh(positions, lengths, 0.62, xerr=errors, color=colors, ecolor=INK)
     axis.set_yticks(positions, [MEASURES[name].title for name in names])
     ends = np.maximum(lengths, np.nan_to_num([100 * f.high for f in selected], posinf=0.0))
     axis.set_xlim(0, max([105.0, *1.12 * ends]))
@@ -353,38 +334,136 @@ def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> Non
     axis.set_xlabel("per cent, with 95 % intervals (green: higher is better, orange: lower)")
 
 
-def _each(name: str, pairs: np.ndarray) -> np.ndarray:
-    """A value per question, [N]; those without weight are left out."""
+def _spread(axis: Any, name: str, records: Sequence[Record], color: str, label: str) -> None:
+    """Draws the empirical distribution function of a measure's values of single questions, without those that weigh nothing."""
+    pairs = pairs_of(records, name)
     pairs = pairs[pairs[:, 1] > 0]
-    return pairs[:, 0] / pairs[:, 1]
-
-
-def _spread(axis: Any, values: np.ndarray, color: str, label: str) -> None:
-    """Draws the empirical distribution function of values."""
-    if not len(values):
+    if not len(pairs):
         return
-    x = np.sort(values)
-    left = min(0.0, x[0])
-    axis.step(
-        [left, *x, x[-1] * 1.02 + 1e-9], [0, *np.arange(1, len(x) + 1) / len(x), 1.0], where="post", color=color, label=label
-    )
+    x = np.sort(_scale(name) * pairs[:, 0] / pairs[:, 1])
+    steps, shares = [min(0.0, x[0]), *x, x[-1] * 1.02 + 1e-9], [0, *np.arange(1, len(x) + 1) / len(x), 1.0]
+    axis.step(steps, shares, where="post", color=color, label=label)
     axis.axvline(np.median(x), color=color, linewidth=0.8, linestyle=":")
 
 
-def errors_of(figures: Sequence[Figure], scale: float) -> np.ndarray:
-    """Distances from values to interval ends, [2, figures]; none where there is no interval."""
-    ends = [(f.value - f.low, f.high - f.value) for f in figures]
-    return scale * np.maximum(0, np.nan_to_num(np.asarray(ends).reshape(-1, 2).T, posinf=0.0, neginf=0.0))
-
-
-def lengths_of(figures: Sequence[Figure], scale: float) -> np.ndarray:
-    """Lengths of bars [figures]; 0 where there is no figure, or an infinite one."""
-    return scale * np.nan_to_num([f.value for f in figures], posinf=0.0)
+def bars_of(figures: Sequence[Figure], scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of bars [figures], 0 where there is no figure or an infinite one, and the distances to the ends of their
+    intervals [2, figures], 0 where there is none."""
+    ends = np.asarray([(f.value - f.low, f.high - f.value) for f in figures]).reshape(-1, 2).T
+    errors = np.maximum(0, np.nan_to_num(ends, posinf=0.0, neginf=0.0))
+    return scale * np.nan_to_num([f.value for f in figures], posinf=0.0), scale * errors
 
 
 def _scale(name: str) -> float:
-    return 100.0 if _unit(name) == "per cent" else 1.0
+    return 100.0 if MEASURES[name].kind == "share" else 1.0
 
 
-def _unit(name: str) -> str:
-    return "per cent" if MEASURES[name].kind == "share" else MEASURES[name].unit
+# --- two runs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, the changes from A to B, and notes on differences between their data and settings."""
+
+    a: Run
+    b: Run
+    changes: Mapping[str, ScoreChange]
+    common: int
+    notes: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Short names of the two."""
+        first, second = self.a.folder.resolve(), self.b.folder.resolve()
+        return (first.name, second.name) if first.name != second.name else (str(self.a.folder), str(self.b.folder))
+
+
+def compare(folder_a: Path, folder_b: Path) -> Comparison:
+    """Compares two output folders over the questions that both answered; UserError where there are none."""
+    a, b = Run.read(folder_a), Run.read(folder_b)
+    of_a, of_b = ([r for r in run.records[ANSWERS] if "broken" not in r] for run in (a, b))
+    for run, answered in ((a, of_a), (b, of_b)):
+        if not answered:
+            raise UserError(
+                f"{run.folder / ANSWERS} has no whole record of an answer: it was cut, damaged or never written; evaluate "
+                "again, into the same folder"
+            )
+    same = _matched(of_a, of_b)
+    if not same:
+        raise UserError(f"{folder_a} and {folder_b} have no answered question in common: compare two runs over the same data")
+    changes: dict[str, ScoreChange] = {}
+    for file in (ANSWERS, TIMINGS, TEXT):
+        moved = [{**r, "index": same[r["index"]]} for r in b.records[file] if r["index"] in same]
+        changes |= compared(a.records[file], moved)
+    if not changes:
+        raise UserError(f"{folder_a} and {folder_b} have no figure in common: evaluate both with the same task")
+    return Comparison(a, b, changes, len(same), tuple(_notes(a, b, len(of_a), len(of_b), same)))
+
+
+def write_comparison(comparison: Comparison, out: Path) -> None:
+    """Writes `compare.md`, `compare.json` and `compare.png` into a folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    a, b, names = comparison.a.started, comparison.b.started, comparison.names
+    lines = [
+        "# Two runs side by side",
+        "",
+        f"- A, {names[0]}: {a['model']} on {a['data']}",
+        f"- B, {names[1]}: {b['model']} on {b['data']}",
+        f"- {comparison.common} questions that both answered; differences are B minus A, intervals by a paired bootstrap",
+        *(f"- {note}" for note in comparison.notes),
+        "",
+        markdown_table(*change_table(comparison.changes, "A", "B")),
+    ]
+    write_whole(out / "compare.md", "\n".join(lines) + "\n")
+    changes = {name: c.plain("a", "b") for name, c in comparison.changes.items()}
+    data = {"a": dict(a), "b": dict(b), "common": comparison.common, "notes": comparison.notes, "changes": changes}
+    write_json(out / "compare.json", data)
+    draw_comparison(comparison.changes, names, out / COMPARISON)
+
+
+def _matched(a: Sequence[Record], b: Sequence[Record]) -> dict[int, int]:
+    """Places of B's answered questions that A answered too, with their places in A.
+
+    Questions are the same where id, question and reference are, at the same place or as the only such ones of either run: data
+    that have been prepared lack broken rows, so that places differ.
+    """
+    of_a = {(r["index"], *_asked(r)) for r in a}
+    same = {r["index"]: r["index"] for r in b if (r["index"], *_asked(r)) in of_a}
+    only_a, only_b = _only(a), _only(b)
+    return same | {only_b[asked]: only_a[asked] for asked in only_b if asked in only_a}
+
+
+def _asked(record: Record) -> tuple[str, ...]:
+    return tuple(str(record[name]) for name in ("id", "question", "reference"))
+
+
+def _only(records: Sequence[Record]) -> dict[tuple[str, ...], int]:
+    """Places of questions that were asked only once, by `_asked`; those without a text are left out: an id is not enough."""
+    count = Counter(map(_asked, records))
+    return {_asked(r): r["index"] for r in records if count[_asked(r)] == 1 and (r["question"] or r["reference"])}
+
+
+def _notes(a: Run, b: Run, in_a: int, in_b: int, same: Mapping[int, int]) -> list[str]:
+    """Notes on differences between the questions, settings and machine loads of two runs."""
+    left = {letter: count - len(same) for letter, count in (("A", in_a), ("B", in_b))}
+    notes = [f"{count} further questions of {letter} are left out" for letter, count in left.items() if count]
+    moved = sum(b_index != a_index for b_index, a_index in same.items())
+    if moved:
+        notes.append(
+            f"{moved} of the questions have another place in B's data than in A's: matched by id, question and reference"
+        )
+    for name, title in (("task", "task"), ("ear", "ASR")):
+        if a.started.get(name) != b.started.get(name):
+            notes.append(f"note: {title} is {a.started.get(name)} in A and {b.started.get(name)} in B")
+    of_a, of_b = a.started["settings"], b.started["settings"]
+    for name, value in of_a.items():
+        other = of_b.get(name, value)  # a run from before the setting lacks it
+        if value != other and name not in ("batch", "questions", "ear", "ear_words", "ear_longest"):  # `ear` names its words
+            notes.append(f"note: {name} is {value} in A and {other} in B")
+    for name in ("dtype", "quantize"):  # which only a run that was given them has
+        if name in of_b and name not in of_a:
+            notes.append(f"note: {name} is {of_b[name]} in B only")
+    loads = [max((r["load"] for r in run.records[TIMINGS]), default=0) for run in (a, b)]
+    if all(loads):
+        notes.append(f"times were taken at a load of {loads[0]:g} in A and {loads[1]:g} in B: others' work slows a machine")
+    return notes

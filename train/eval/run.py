@@ -38,20 +38,7 @@ def evaluate(
         check_folder(Path(config.against))
     with importing():
         from omni.generate.speech_lm import SpeechLM
-        from train.eval.against import check_alike, check_before, check_texts, compare_some, load_before, score_texts
-        from train.eval.answers import answer_all, answer_turns, check_turns, time_some
-        from train.eval.report import (
-            AGAINST,
-            ANSWERS,
-            OTHERS,
-            TEXT,
-            TEXT_BEFORE,
-            TIMINGS,
-            TURNS,
-            Run,
-            draw_report,
-            write_report,
-        )
+        from train.eval import against, answers, report
         from train.scoring.asr import open_asr
 
     lm = SpeechLM.from_pretrained(
@@ -66,45 +53,45 @@ def evaluate(
     other = None
     if config.against is not None:
         other = SpeechLM.from_pretrained(config.against, config.device, codec_folder=config.codec_folder, kernels="reference")
-        check_alike(lm, other, Path(config.against))
+        against.check_alike(lm, other, Path(config.against))
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
     if asr is not None and not (task.audio and lm.codec is not None):
-        why = "writes only" if not task.audio else "has no codec weights (give --codec_folder)"
-        subject = task.name if not task.audio else model
-        raise UserError(f"there is no speech for --asr to recognise: {subject} {why}; leave --asr out")
-    if config.turns:
-        check_turns(task)
-    if config.text_only:
-        check_texts(questions)
+        why = f"{model} has no codec weights (give --codec_folder)" if task.audio else f"{task.name} writes only"
+        raise UserError(f"there is no speech for --asr to recognise: {why}; leave --asr out")
+    if config.turns and not task.text:
+        raise UserError(f"--turns compares texts, and {task.name} writes none: give another --task, or leave --turns out")
+    text_only = config.text or config.text_before is not None
+    if text_only:
+        against.check_texts(questions)
     if config.text_before is not None:
-        check_before(Path(config.text_before), lm.tokenizer, questions)
+        against.check_before(Path(config.text_before), lm.tokenizer, questions)
     with locked(out):
         claim(out, _started(model, data, questions, task, config, None if asr is None else asr.name))
-        answer_all(lm, questions, task, config, asr, out / ANSWERS, progress)
-        answered = [r["index"] for r in read_records(out / ANSWERS) if "broken" not in r]
+        answers.answer_all(lm, questions, task, config, asr, out / report.ANSWERS, progress)
+        answered = [r["index"] for r in read_records(out / report.ANSWERS) if "broken" not in r]
         if config.timed and answered:
-            time_some(lm, questions, answered, task, config, out / TIMINGS, progress)
+            answers.time_some(lm, questions, answered, task, config, out / report.TIMINGS, progress)
         if config.turns:
-            answer_turns(lm, questions, task, config, out / TURNS, progress)
+            answers.answer_turns(lm, questions, task, config, out / report.TURNS, progress)
         if other is not None:
-            answer_all(other, questions, task, config, asr, out / OTHERS, progress)
+            answers.answer_all(other, questions, task, config, asr, out / report.OTHERS, progress)
             if answered:
-                compare_some(lm, other, questions, answered, task, config, out / AGAINST, progress)
-        if config.text_only:
-            score_texts(lm, questions, config, out / TEXT, progress)
+                against.compare_some(lm, other, questions, answered, task, config, out / report.AGAINST, progress)
+        if text_only:
+            against.score_texts(lm, questions, config, out / report.TEXT, progress)
         if config.text_before is not None:
             del lm, other  # the one before may be as large
-            before = load_before(Path(config.text_before), config.device)
-            score_texts(before, questions, config, out / TEXT_BEFORE, progress)
-        run = Run.read(out)
+            before = against.load_before(Path(config.text_before), config.device)
+            against.score_texts(before, questions, config, out / report.TEXT_BEFORE, progress)
+        run = report.Run.read(out)
         if not run.answered:
-            first = run.broken[0]
             raise UserError(
-                f"none of the {len(questions)} questions could be asked; the first: {first['where']}: {first['broken']}"
+                f"none of the {len(questions)} questions could be asked; the first: {run.broken[0]['where']}: "
+                f"{run.broken[0]['broken']}"
             )
-        figures = write_report(run)
-        draw_report(run, figures)
+        figures = report.write_report(run)
+        report.draw_report(run, figures)
     return run, figures
 
 

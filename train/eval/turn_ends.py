@@ -81,15 +81,6 @@ class TurnFigures:
     missed: float
 
 
-def listen(listener: TurnListener, questions: Sequence[PausedQuestion]) -> list[Tensor]:
-    """Probabilities [T, 2] for each question, as `TurnListener.stream` gives them."""
-    probabilities: list[Tensor] = []
-    for start in range(0, len(questions), TOGETHER):
-        frames, counts = listener.encoder.encode([question.sound for question in questions[start : start + TOGETHER]])
-        probabilities += listener.probabilities(frames).cpu().split(counts)
-    return probabilities
-
-
 def decided(listener: TurnListener, question: PausedQuestion, probabilities: Tensor, rule: EndRule) -> tuple[bool, float]:
     """Whether a question was cut off, and the seconds from the end of its speech to the decision."""
     config, rate = listener.encoder.config, listener.frames_per_second
@@ -119,7 +110,10 @@ def figures_of(
 
 def evaluate_turn_ends(listener: TurnListener, questions: Sequence[PausedQuestion], out: Path) -> dict[str, Any]:
     """Evaluates a turn head at each eagerness and over the threshold; writes a table, JSON and a picture."""
-    probabilities = listen(listener, questions)
+    probabilities: list[Tensor] = []  # [T, 2] of each question, as `TurnListener.stream` gives them
+    for start in range(0, len(questions), TOGETHER):
+        frames, counts = listener.encoder.encode([question.sound for question in questions[start : start + TOGETHER]])
+        probabilities += listener.probabilities(frames).cpu().split(counts)
     by_rule = {name: figures_of(listener, questions, probabilities, rule) for name, rule in RULES.items() if name != "auto"}
     curve = {t: figures_of(listener, questions, probabilities, replace(RULES["medium"], threshold=t)) for t in THRESHOLDS}
     report = {
@@ -129,12 +123,12 @@ def evaluate_turn_ends(listener: TurnListener, questions: Sequence[PausedQuestio
         "eagerness": {name: {kind: asdict(figures) for kind, figures in own.items()} for name, own in by_rule.items()},
         "curve": {str(t): {kind: asdict(figures) for kind, figures in own.items()} for t, own in curve.items()},
     }
+    table = turn_end_table(by_rule)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / JSON, report)
-    head, rows = turn_end_table(by_rule)
-    write_whole(out / TABLE, markdown_table(head, rows) + "\n")
+    write_whole(out / TABLE, markdown_table(*table) + "\n")
     draw_turn_ends(curve, out / PICTURE)
-    return report | {"table": (head, rows)}
+    return report | {"table": table}
 
 
 def turn_end_table(by_rule: dict[str, dict[str, TurnFigures]]) -> tuple[list[str], list[list[str]]]:

@@ -13,7 +13,7 @@ from tests.train.eval.test_eval import run
 from tests.train.eval.toys import QUICK, read_lines, save_model, write_librispeech
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.eval.compare import _matched, compare
+from train.eval.report import _matched, compare
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

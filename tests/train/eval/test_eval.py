@@ -23,8 +23,8 @@ from train.data.readers import Broken
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound, features, to_plain
 from train.data.tts.espeak import synthesise
+from train.eval import journal
 from train.eval.config import EvalConfig
-from train.eval.journal import Journal
 from train.eval.questions import Questions, open_data, readable
 from train.scoring.asr import open_asr, transcript
 from train.scoring.text import normalise
@@ -161,25 +161,25 @@ def test_interrupted_and_gone_on_with_is_undisturbed(
 ) -> None:
     drawn = ("--temperature", "1.0", "--timed", "0")
     assert run(model, speech, "--out", tmp_path / "whole", *QUICK, *drawn) == 0
-    append, left = Journal.append, batches
+    append, left = journal.append, batches
 
-    def until(self: Journal, records: Any) -> None:
+    def until(file: Path, records: Any) -> None:
         nonlocal left
         if left == 0:
-            with self.file.open("a") as handle:  # what a killed process may leave: a record, and half of one
+            with file.open("a") as handle:  # what a killed process may leave: a record, and half of one
                 handle.write(json.dumps(records[0]) + '\n{"index": 7, "whe')
             raise Pulled
         left -= 1
-        append(self, records)
+        append(file, records)
 
-    monkeypatch.setattr(Journal, "append", until)
+    monkeypatch.setattr(journal, "append", until)
     with pytest.raises(Pulled):
         run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn)
-    monkeypatch.setattr(Journal, "append", append)
+    monkeypatch.setattr(journal, "append", append)
     assert run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn) == 0
     for name in ("answers.jsonl", "report.json", "report.md"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    monkeypatch.setattr(Journal, "append", until)  # nothing is left to do: nothing is asked again
+    monkeypatch.setattr(journal, "append", until)  # nothing is left to do: nothing is asked again
     assert run(model, speech, "--out", tmp_path / "cut", *QUICK, *drawn) == 0
 
 

@@ -22,7 +22,7 @@ from train.data.rows.row import Row, RowTurn
 from train.eval.answers import EvalQuestion, judge, timing_scores
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
-from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown, value
+from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown
 from train.eval.report import (
     ANSWERS,
     TEXT,
@@ -138,7 +138,7 @@ def test_errors_over_a_set_are_those_of_jiwer(language: str) -> None:
     else:
         wanted = jiwer.cer([r.replace(" ", "") for r in references], [s.replace(" ", "") for s in said])
     pairs = np.array([pair for _, *pair in counted], dtype=float)
-    assert value(MEASURES["wer"], pairs) == pytest.approx(wanted)
+    assert figure("wer", pairs).value == pytest.approx(wanted)
 
 
 def test_normalisers() -> None:
