@@ -169,15 +169,6 @@ def _first_character(path: Path) -> str:
 class TarRecords(Records):
     """The records of a WebDataset shard. Where it is damaged, the last one is an error."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._count: int | None = None
-
-    def __len__(self) -> int:
-        if self._count is None:
-            self._count = sum(1 for _ in read_shard(self.path))
-        return self._count
-
     def _raw(self, start: int) -> tuple[int, Iterator[Record]]:
         return 0, read_shard(self.path)
 

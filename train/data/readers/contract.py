@@ -7,9 +7,8 @@
 
 Item i is always the same: `list(s.iterate(a, b)) == list(s)[a:b]`. Workers thus share a source by ranges of items, and an
 interrupted preparation goes on at the item it had reached. An `OpenedSource` is small, holds no open file and can be pickled;
-opening one reads no more than the start of the data, and its first `len` or `iterate(start)` counts the records of each text
-file once (the offset of every 256th is kept: memory does not grow with the rows beyond that). Ranges that follow each other
-cost no more than one that covers them: a process keeps the place where the last one ended (`records`).
+opening one reads no more than the start of the data. Ranges that follow each other cost no more than one that covers them: a
+process keeps the place where the last one ended (`records`).
 
 Sound stays as it is stored where possible: `Sound(data=...)` or `Sound(path=..., folder=...)` with its header checked. A path
 is relative to `folder`, the source's own, so rows must embed the bytes before they are stored somewhere else.

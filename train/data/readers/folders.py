@@ -82,13 +82,12 @@ class LibriSpeech:
 class Transcript(JsonLines):
     """Reads the lines of a `.trans.txt` as records of `id`, `text`, and `folder`, the file's own."""
 
-    def _parsed(self, number: int, raw: bytes) -> Record:
-        where = f"{self.path} line {number + 1}"
+    def _fields(self, part: bytes) -> dict[str, str]:
         try:
-            name, _, said = raw.decode("utf-8").strip().partition(" ")
-        except UnicodeDecodeError:
-            return Record(where, {}, "is not UTF-8: convert the file")
-        return Record(where, {"id": name, "text": said.strip(), "folder": str(self.path.parent.resolve())})
+            name, _, said = part.decode().strip().partition(" ")
+        except UnicodeDecodeError as error:
+            raise UserError("is not UTF-8: convert the file") from error
+        return {"id": name, "text": said.strip(), "folder": str(self.path.parent.resolve())}
 
 
 def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:

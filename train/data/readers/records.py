@@ -60,8 +60,12 @@ class Records(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def _count(self) -> int:
+        return sum(1 for _ in self._raw(0)[1])
 
     @abstractmethod
     def _raw(self, start: int) -> tuple[int, Iterator[Any]]:
@@ -99,7 +103,7 @@ def take(records: Records, start: int) -> tuple[int, Iterator[Any]] | None:
 
 _CHUNK = 1 << 20
 _LONGEST = 64 << 20  # characters of one element of a JSON array, or of a line; beyond it the file is taken to be damaged
-_LONGEST_QUOTE, _SURE = 1 << 17, 8  # characters of quotes over several lines, and rows within them that leave no doubt
+_LONGEST_HEADER, _MOST_LINES = 1 << 17, 1000  # characters of a table's first line, and lines of one of its rows
 _SEPARATOR, _QUOTED = re.compile(r'"?sep=([,;\t|])"?', re.IGNORECASE), re.compile(r'"[^"]*"')
 _UNDECODED = re.compile("[\udc80-\udcff]")
 csv.field_size_limit(_LONGEST)
@@ -113,42 +117,43 @@ def open_binary(path: Path) -> IO[bytes]:
 
 
 class TextRecords(Records):
-    """Records of a text file: a raw one is the number of its line, or of its element, and that itself."""
+    """Records of a text file: a raw one is its number, and its line, element or values, or the error in their place."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._count = -1
+    unit, first_number = "line", 1
+    """Words of a record's place."""
 
     @abstractmethod
     def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
         """Yield the raw records of an open file."""
 
     @abstractmethod
-    def _parsed(self, number: int, part: Any) -> Record:
-        """Parse a raw record."""
+    def _fields(self, part: Any) -> Any:
+        """Parse a raw record; UserError where it is none."""
 
-    def _raw(self, start: int) -> tuple[int, Iterator[Any]]:
+    def _raw(self, start: int) -> tuple[int, Iterator[tuple[int, Any]]]:
         return 0, self._all()
 
     def _all(self) -> Iterator[tuple[int, Any]]:
-        """Open the file and iterate as `_parts`; where the file is truncated, the last record is the error."""
-        number = 0
+        number = -1
         try:
             with open_binary(self.path) as file:
                 for number, part in self._parts(file):
                     yield number, part
         except (OSError, EOFError, zlib.error) as error:
-            yield number, UserError(f"the file cannot be read from here on ({error}): download or copy it again")
+            yield number + 1, UserError(f"the file cannot be read from here on ({error}): download or copy it again")
 
     def _record(self, raw: tuple[int, Any]) -> Record:
-        if isinstance(raw[1], UserError):
-            return Record(f"{self.path} after line {raw[0]}", {}, str(raw[1]))
-        return self._parsed(*raw)
-
-    def __len__(self) -> int:
-        if self._count < 0:
-            self._count = sum(1 for _ in self._all())
-        return self._count
+        number, part = raw
+        where = f"{self.path} {self.unit} {number + self.first_number}"
+        try:
+            if isinstance(part, UserError):
+                raise part
+            data = self._fields(part)
+        except UserError as error:
+            return Record(where, {}, str(error))
+        if isinstance(data, dict):
+            return Record(where, data)
+        return Record(where, {}, f"is {type(data).__name__}, not an object with fields: fix or drop it")
 
 
 class JsonLines(TextRecords):
@@ -157,90 +162,59 @@ class JsonLines(TextRecords):
     def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         return ((number, line) for number, line in enumerate(file) if line.strip())
 
-    def _parsed(self, number: int, raw: bytes) -> Record:
-        where = f"{self.path} line {number + 1}"
+    def _fields(self, part: bytes) -> Any:
         try:
-            data = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode().rstrip(", \t\r\n"))
-            nonfinite = (b"N" in raw and b"NaN" in raw) or (b"I" in raw and b"Infinity" in raw)  # single bytes are found faster
-            return _object(where, finite(data) if nonfinite else data)
-        except ValueError as error:
-            return Record(where, {}, f"is no JSON ({error}): fix or drop the line")
-        except RecursionError:
-            return Record(where, {}, "is JSON nested too deeply: fix or drop the line")
-
-
-def _object(where: str, data: Any) -> Record:
-    if isinstance(data, dict):
-        return Record(where, data)
-    return Record(where, {}, f"is {type(data).__name__}, not an object with fields: fix or drop it")
+            data = json.loads(part.removeprefix(codecs.BOM_UTF8).decode().rstrip(", \t\r\n"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"is no JSON ({error}): fix or drop the line") from error
+        nonfinite = (b"N" in part and b"NaN" in part) or (b"I" in part and b"Infinity" in part)  # one byte is found faster
+        return finite(data) if nonfinite else data
 
 
 class JsonArray(TextRecords):
     """Records of one JSON array, read element by element. An element that is no JSON is an error, and the last record."""
 
+    unit, first_number = "row", 0
+
     def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
-        decoder, utf8 = json.JSONDecoder(), codecs.getincrementaldecoder("utf-8-sig")()
-        opened, ended = False, False
-        text, at, number = "", 0, 0
+        stream, decode = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape"), json.JSONDecoder().raw_decode
+        text, number = stream.read(_CHUNK), 0
+        at = text.index("[") + 1
         while True:
             at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
-            problem = "the array is not closed"
-            if at < len(text):
-                if not opened:
-                    opened, at = True, at + 1
-                    continue
-                if text[at] == "]":
-                    if text[at + 1 :].strip() or file.read(_CHUNK).strip():
-                        yield number, ValueError("more follows the end of the array")
-                    return
-                try:
-                    element, end = decoder.raw_decode(text, at)
-                except (ValueError, RecursionError) as error:
-                    problem = str(error)
-                else:
-                    if end < len(text):  # complete only where text follows: a number may go on in the next chunk
-                        yield number, element
-                        at, number = end, number + 1
-                        continue
-            if ended or len(text) - at > _LONGEST:
-                yield number, ValueError(problem)
+            if text.startswith("]", at):
+                if text[at + 1 :].strip() or stream.read(_CHUNK).strip():
+                    yield number, _no_array("more follows the end of the array")
                 return
-            chunk = file.read(max(_CHUNK, len(text) - at))
-            ended = not chunk
+            problem: object = "the array is not closed"
             try:
-                text, at = text[at:] + utf8.decode(chunk, final=ended), 0
-            except UnicodeDecodeError as error:
-                yield number, error
+                element, end = decode(text, at)
+            except (ValueError, RecursionError) as error:
+                problem, end = error, len(text)
+            if end < len(text):  # complete only where text follows: a number may go on in the next chunk
+                yield number, element
+                at, number = end, number + 1
+                continue
+            more = stream.read(max(_CHUNK, len(text) - at)) if len(text) - at <= _LONGEST else ""
+            if not more:
+                yield number, _no_array(problem)
                 return
+            text, at = text[at:] + more, 0
 
-    def _parsed(self, number: int, raw: Any) -> Record:
-        where = f"{self.path} row {number}"
-        if isinstance(raw, ValueError):
-            return Record(where, {}, f"is no JSON, and what follows cannot be read either ({raw}): fix the file")
-        return _object(where, finite(raw))
+    def _fields(self, part: Any) -> Any:
+        return finite(part)
+
+
+def _no_array(problem: object) -> UserError:
+    return UserError(f"is no JSON, and what follows cannot be read either ({problem}): fix the file")
 
 
 class TableLayout(NamedTuple):
-    """Delimiter and columns of a table, the lines that come before its rows, and whether values may be quoted."""
+    """Names of the columns of a table, the lines that come before its rows, and how these are read (`csv.reader`)."""
 
-    delimiter: str
     names: list[str]
     lines: int
-    quoted: bool
-
-    def values(self, line: str) -> list[str] | csv.Error:
-        """The values of a row, or why it is none."""
-        if not self.quoted or '"' not in line:
-            return line.split(self.delimiter) if line else []
-        try:
-            return next(csv.reader([line], delimiter=self.delimiter, strict=True), [])
-        except csv.Error as error:
-            return error
-
-    def open(self, text: str) -> bool:
-        """True where a text ends within quotes."""
-        unclosed = '"' in text and self.quoted and isinstance(self.values(text), csv.Error)
-        return unclosed and not isinstance(self.values(text + '"'), csv.Error)
+    style: dict[str, Any]
 
 
 class TableRecords(TextRecords):
@@ -256,81 +230,74 @@ class TableRecords(TextRecords):
     @cached_property
     def layout(self) -> TableLayout:
         """How the table is written; UserError where its first line is too long for a table, or opens a quote."""
+        names, number, style = list[str](), 0, dict[str, Any](strict=True)
         with suppress(OSError, EOFError, zlib.error), open_binary(self.path) as file:
-            return self._sniff(_lines(file))
-        return TableLayout(",", [], 0, True)
+            lines = _lines(file)
+            first = next(lines, "")
+            if said := _SEPARATOR.fullmatch(first.removesuffix("\n")):
+                first, number = next(lines, ""), 1
+            if len(first) > _LONGEST_HEADER:
+                raise UserError(f"{self.path}: its first line is too long for names of columns; name other data")
+            tabs = self.path.name.lower().removesuffix(".gz").endswith(".tsv") and "\t" in first and not said
+            style["delimiter"] = said[1] if said else "\t" if tabs else max(",;\t|", key=_QUOTED.sub("", first).count)
+            style["quoting"] = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+            reader = csv.reader(itertools.islice(itertools.chain([first], lines), _MOST_LINES), **style)
+            try:
+                names = [name.strip() for name in next(reader, [])]
+            except csv.Error as error:
+                why = f"its names of columns are no row of a table ({error}): fix the line"
+                raise UserError(f"{self.path} line 1: {why}") from error
+            number += reader.line_num
+        return TableLayout(names, number, style)
 
-    def _sniff(self, lines: Iterator[str]) -> TableLayout:
-        first, number = next(lines, ""), 1
-        said = _SEPARATOR.fullmatch(first)
-        if said:
-            first, number = next(lines, ""), 2
-        tabs = self.path.name.lower().removesuffix(".gz").endswith(".tsv") and "\t" in first and not said
-        bare = _QUOTED.sub("", first)
-        layout = TableLayout(said[1] if said else "\t" if tabs else max(",;\t|", key=bare.count), [], 0, not tabs)
-        while layout.open(first) and len(first) <= _LONGEST_QUOTE and (more := next(lines, None)) is not None:
-            first, number = f"{first}\n{more}", number + 1
-        if len(first) > _LONGEST_QUOTE:
-            raise UserError(f"{self.path}: its first line is too long for names of columns: it is no table, name other data")
-        names = layout.values(first)
-        if isinstance(names, csv.Error):
-            raise UserError(f"{self.path} line 1: its names of columns are no row of a table ({names}): fix the line")
-        return layout._replace(names=[name.strip() for name in names], lines=number)
+    def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, list[str] | UserError]]:
+        names, number, style = self.layout
+        following = itertools.islice(_lines(file), number, None)
+        ahead, taken = deque[str](), list[str]()  # lines that a broken row has given back, and those of a row
 
-    def _parts(self, file: IO[bytes]) -> Iterator[tuple[int, str | csv.Error]]:
-        ahead = deque[tuple[int, str]]()
-        lines = itertools.islice(enumerate(_lines(file)), self.layout.lines, None)
-        while (entry := ahead.popleft() if ahead else next(lines, None)) is not None:
-            number, line = entry
-            if line:
-                yield number, self._joined(line, ahead, lines) if self.layout.open(line) else line
+        def lines() -> Iterator[str]:
+            while len(taken) < _MOST_LINES and (line := ahead.popleft() if ahead else next(following, "")):
+                taken.append(line)
+                yield line
 
-    def _joined(self, line: str, ahead: deque[tuple[int, str]], lines: Iterator[tuple[int, str]]) -> str | csv.Error:
-        """The row that goes on after a line within quotes; the error of that line where it does not, or where rows of their own
-        lie within the quotes. What follows is put back into `ahead`."""
-        taken, own, text = list[tuple[int, str]](), list[int](), line
-        last = len(self.layout.values(line + '"')) > 1  # type: ignore[arg-type]
-        while self.layout.open(text) and len(text) <= _LONGEST_QUOTE and 2 * len(own) < max(len(taken), 2 * _SURE):
-            entry = ahead.popleft() if ahead else next(lines, None)
-            if entry is None:
-                break
-            taken.append(entry)
-            text += f"\n{entry[1]}"
-            if self._is_row(entry[1], last):
-                own.append(entry[0] + 1)
-        values = self.layout.values(text)
-        closed = not isinstance(values, csv.Error) and len(values) == len(self.header)
-        if (closed or not (own or self.layout.open(text))) and 2 * len(own) < max(1, len(taken)):
-            return text
-        ahead.extendleft(reversed(taken))
-        location = f"before line {own[0]}, which is a row of its own" if own else "in this row"
-        return csv.Error(f"opens a quote that is not closed {location}: close it, or write the quote twice")
+        reader = csv.reader(lines(), **style)
+        while True:
+            taken.clear()
+            values: list[str] | UserError
+            try:
+                values = next(reader, [])
+                rows = sum(_is_row(line.split(style["delimiter"]), len(names)) for line in taken[1:-1])
+                why = "closes a quote only after lines that are rows of their own" if 2 * rows > len(taken[1:-1]) else ""
+            except csv.Error as error:
+                why = "opens a quote that is not closed in it" if len(taken) > 1 else f"is no row of a table ({error})"
+            if not taken:
+                return
+            if why:
+                values = UserError(f"{why}: close the quote, or write it twice")
+                ahead.extendleft(reversed(taken[1:]))
+                del taken[1:]
+                reader = csv.reader(lines(), **style)
+            if values:
+                yield number, values
+            number += len(taken)
 
-    def _is_row(self, line: str, last: bool) -> bool:
-        """True for a line of a value for each column; prose has a space after a comma. One that ends in a quote is a row where
-        that may have opened in the `last` value, not the end of quoted ones."""
-        values = self.layout.values(line)
-        if isinstance(values, csv.Error) or len(values) != len(self.header) or len(values) < 2:
-            return False
-        whole = line.count('"') % 2 == 0 or (last and line.find('"') == len(line) - 1)
-        return whole and not any(value[:1].isspace() for value in values[1:])
+    def _fields(self, part: list[str]) -> dict[str, str]:
+        names, said = self.header, "".join(part)
+        if len(part) != len(names):
+            quoted = self.layout.style["quoting"] != csv.QUOTE_NONE
+            advice = "quote or fix it" if quoted else "fix it (tabs part values, which are not quoted here)"
+            raise UserError(f"has {len(part)} values, the first line names {len(names)} columns: {advice}")
+        if not said.isascii() and _UNDECODED.search(said):
+            raise UserError("is not UTF-8: convert the file")
+        return dict(zip(names, part, strict=True))
 
-    def _parsed(self, number: int, raw: str | csv.Error) -> Record:
-        where = f"{self.path} line {number + 1}"
-        if isinstance(raw, csv.Error):
-            return Record(where, {}, str(raw))
-        values, names = self.layout.values(raw), self.header
-        if isinstance(values, csv.Error):
-            return Record(where, {}, f"is no row of a table ({values}): fix or drop it")
-        if len(values) != len(names):
-            advice = "quote or fix it" if self.layout.quoted else "fix it (tabs part values, which are not quoted here)"
-            return Record(where, {}, f"has {len(values)} values, the first line names {len(names)} columns: {advice}")
-        if not raw.isascii() and _UNDECODED.search(raw):
-            return Record(where, {}, "is not UTF-8: convert the file")
-        return Record(where, dict(zip(names, values, strict=True)))
+
+def _is_row(values: list[str], columns: int) -> bool:
+    """True for values of a row, one for each column; prose has a space after a comma."""
+    return len(values) == columns > 1 and not any(value[:1].isspace() for value in values[1:])
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:
-    """Lines without their ends; one beyond `_LONGEST` characters comes in pieces."""
+    """Lines with their ends; one beyond `_LONGEST` characters comes in pieces."""
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape")
-    return (line.removesuffix("\n") for line in iter(partial(text.readline, _LONGEST), ""))
+    return iter(partial(text.readline, _LONGEST), "")
