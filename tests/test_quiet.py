@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from omni.utils import quiet
+from omni.utils import process
 
 
 class Kept(logging.Handler):
@@ -20,15 +20,15 @@ class Kept(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-@pytest.mark.parametrize("name", list(quiet.LINES))
+@pytest.mark.parametrize("name", list(process.LINES))
 def test_one_line_of_a_library_is_dropped_and_no_other(name: str) -> None:
     logger, kept = logging.getLogger(name), Kept()
     before = list(logger.filters)
     logger.addHandler(kept)
     try:
-        quiet.silence(name)
-        quiet.silence(name)
-        logger.warning(f"{quiet.LINES[name]}: %s", "why")
+        process.silence(name)
+        process.silence(name)
+        logger.warning(f"{process.LINES[name]}: %s", "why")
         logger.warning("something else")
         assert kept.lines == ["something else"] and len(logger.filters) <= len(before) + 1
     finally:

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from omni.errors import UserError
 from omni.lora.config import LoRAConfig
 from omni.model.linears import TEXT_HEAD, linears_of
+from omni.utils.arguments import match_names
 from omni.utils.hardware import to_device
-from omni.utils.patterns import match_names
 from omni.utils.private import children, remove_forward_hook
 
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from omni.utils.private import has_forward_hooks
-from omni.utils.quiet import silence_bitsandbytes
+from omni.utils.process import silence
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -186,7 +186,7 @@ def quantize(
     """Quantise the weights of linears to 4 bits (nf4 with double quantisation) or 8, in place; outputs have the inputs' type.
 
     Args:
-        patterns: names of the linears (`omni.utils.patterns`).
+        patterns: names of the linears (`omni.utils.arguments`).
         dtype: type of the products of nf4, and of its dequantised weights; those of int8 follow the inputs.
         share: sends a value of the first of several processes to all of them: others need no weights to quantise, which may
             lie on the meta device.
@@ -200,7 +200,7 @@ def quantize(
     """
     if form not in get_args(Form):
         raise UserError(f"a weight is held as {' or '.join(get_args(Form))}, not as {form!r}")
-    silence_bitsandbytes()
+    silence("bitsandbytes.backends.cpu.ops")
     try:
         import bitsandbytes as bnb
     except ImportError as error:

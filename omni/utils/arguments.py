@@ -1,10 +1,12 @@
-"""Base of both command lines' parsers: a mistake is one line (UserError) that names the option and the way out."""
+"""The base of both command lines' parsers, and patterns of parameters' names: a mistake is one line (UserError) that names the
+option or key and the way out."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -44,8 +46,6 @@ class StrictParser:
     """Exception of the library for a user's mistake."""
     source = ""
     """A file whose values are parsed as well, and "or": for messages."""
-    may_be_empty = True
-    """An option may be an empty text where that is its default."""
     prog: str
     instantiate: Any
     parse_args: Any
@@ -82,13 +82,16 @@ class StrictParser:
                 warnings.simplefilter("ignore")
                 return vars(self.instantiate(self.parse_args(list(words))))
         except (self.mistake, ValueError) as error:
-            if (ours := _ours(error)) is not None:
-                raise ours from error
-            if isinstance(error, self.mistake):
-                text = " ".join(str(error).split()).replace("<class '", "").replace("'>", "")
-                text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-                raise UserError(f"{text}; see {self.source}{self.command} --help") from error
-            raise
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, UserError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is not None:  # of a value's own checks
+                raise cause from error
+            if not isinstance(error, self.mistake):
+                raise
+            text = " ".join(str(error).split()).replace("<class '", "").replace("'>", "")
+            text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+            raise UserError(f"{text}; see {self.source}{self.command} --help") from error
 
     def check_option(self, name: str, value: str | None, inner: bool = False) -> None:
         """Refuses an option that does not exist, or is empty.
@@ -101,14 +104,52 @@ class StrictParser:
         if action is None and not inner:
             hint = meant(name[2:], self.options, "--") if name.startswith("--") else ""
             raise UserError(f"unknown option {name}; {hint or f'see {self.command} --help'}")
-        allowed = action is not None and (action.nargs == 0 or (self.may_be_empty and action.default == ""))
-        if value == "" and not allowed:
+        if value == "" and (action is None or (action.nargs != 0 and action.default != "")):
             raise UserError(f"option {name} is empty; give a value, or leave it out")
 
 
-def _ours(error: BaseException) -> UserError | None:
-    """The UserError of a value's own checks that caused the library's error; None where there is none."""
-    here: BaseException | None = error
-    while here is not None and not isinstance(here, UserError):
-        here = here.__cause__ or here.__context__
-    return here
+# --- names of parameters --------------------------------------------------------------------------------------------------
+
+
+def match_names(
+    patterns: Iterable[str],
+    names: Sequence[str],
+    where: str,
+    strict: bool = True,
+    noun: str = "parameter",
+    also: Mapping[str, str] | None = None,
+) -> set[str]:
+    """The names that at least one pattern matches.
+
+    A pattern is of the shell's kind (`decoder.blocks.*.mlp.*`; the star also spans dots), or, after `re:`, a regular
+    expression for the whole name.
+
+    Args:
+        where: the configuration key the patterns come from, for the error.
+        strict: refuse a pattern that matches nothing.
+        noun: for a name, in the error.
+        also: second names, each with the first name that it means (`omni.model.linears.tied_names`); one whose first name is
+            not in `names` is ignored.
+
+    Raises:
+        UserError: a pattern matches no name (the closest names are given), or is not a regular expression.
+    """
+    chosen: set[str] = set()
+    own = {name: name for name in names}
+    known = own | {second: first for second, first in (also or {}).items() if first in own}
+    for pattern in patterns:
+        try:
+            expression = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern))
+        except re.error as error:
+            raise UserError(f"{where}: {pattern!r} is not a regular expression ({error})") from error
+        hits = {first for name, first in known.items() if expression.fullmatch(name)}
+        if not hits and strict:
+            depth = pattern.count(".")  # leading parts of names, as deep as the pattern, resemble it
+            heads = [name if name.count(".") <= depth else ".".join(name.split(".")[: max(depth, 1)]) + ".*" for name in names]
+            close = get_close_matches(pattern, dict.fromkeys(heads), n=3, cutoff=0.3)
+            near = (
+                f"the closest names are {', '.join(close)}" if close else f"names are such as {', '.join(names[:3]) or 'none'}"
+            )
+            raise UserError(f"{where}: pattern {pattern!r} matches no {noun}; {near}")
+        chosen |= hits
+    return chosen

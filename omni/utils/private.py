@@ -118,14 +118,6 @@ def group_timeout(strategy: Any) -> Any:
     return getattr(strategy, "_timeout", None)
 
 
-# numba 0.68.1
-
-
-def kept_overloads(function: Any, otherwise: Callable[[], Any]) -> Any:
-    """Index of what is kept on disk of a function, by its cache, or by the one that `otherwise` makes."""
-    return (getattr(function, "_cache", None) or otherwise())._cache_file._load_index()
-
-
 # aiortc 1.16.0, aioice 0.13.0
 
 

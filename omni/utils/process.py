@@ -165,6 +165,22 @@ class _Warnings(logging.Handler):
                 bars.tqdm.write(record.getMessage(), file=sys.stderr)
 
 
+LINES = {
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
+    "torch.utils.cpp_extension": "No CUDA runtime is found, using CUDA_HOME",
+}
+"""How lines of libraries begin that are of no use to whoever runs this package, by the names of their loggers."""
+
+
+def _is_kept(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(LINES[record.name])
+
+
+def silence(logger: str) -> None:
+    """Drops the line of this logger in `LINES`; to be called before its library is imported."""
+    logging.getLogger(logger).addFilter(_is_kept)
+
+
 def say(text: str) -> None:
     """Prints a text on standard error; errors are ignored, because the exit code says it too."""
     with contextlib.suppress(OSError, ValueError):

@@ -28,7 +28,7 @@ from omni.errors import UserError
 from omni.files import replacing_folder
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from train.console.progress import Display, Progress
 from train.data.build import build_source
 from train.data.config import SourceConfig

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from omni.errors import UserError
 from omni.model.linears import tied_names
-from omni.utils.patterns import NONE, match_names
+from omni.utils.arguments import match_names
 from omni.utils.private import foreach_lerp_
-from omni.utils.quiet import silence_bitsandbytes
+from omni.utils.process import silence
 from train.config.sections import GroupConfig, OptimizerConfig
 
 Params = list[tuple[str, nn.Parameter]]
@@ -48,7 +48,7 @@ def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.
 
 def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW with its state in 8 bits (Dettmers et al. 2022), in memory that a GPU may move to the host."""
-    silence_bitsandbytes()
+    silence("bitsandbytes.backends.cpu.ops")
     from bitsandbytes.optim import PagedAdamW8bit
 
     class PagedAdamW(PagedAdamW8bit):
@@ -144,7 +144,7 @@ def set_trainable(model: nn.Module, patterns: Sequence[str]) -> dict[str, str]:
     return also
 
 
-def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str, str] = NONE) -> list[dict[str, Any]]:
+def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Sort parameters into groups of one rule, learning rate and weight decay; `also` as `set_trainable` gives it.
 
     The first of `config.groups` whose pattern names a parameter decides. Norms and biases (also stacks of them, as multitask
@@ -188,7 +188,7 @@ def build_optimizer(
     params: Params,
     config: OptimizerConfig,
     precision: str = "32-true",
-    also: Mapping[str, str] = NONE,
+    also: Mapping[str, str] | None = None,
     rules: Rules = RULES,
 ) -> Optimizers:
     """Build the optimizer of a run over the trainable parameters; Muon's iteration runs in bf16 where the run's precision

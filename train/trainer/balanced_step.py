@@ -24,7 +24,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from train.balance.balancer import Balancer, BalanceReport, FeatureHook, build
 from train.balance.config import BalanceConfig, spelt
 from train.distributed.fabric import accumulating, reshard

@@ -27,7 +27,7 @@ from omni.model.linears import base_checksum, base_weight, crc_of, quantize
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
 from omni.text import Tokenizer
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from train.checkpoint.retention import brief, differences
 from train.config.run import FitConfig
 from train.config.sections import LoRASection, ModelSection

@@ -28,7 +28,7 @@ from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, find_task
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from omni.utils.remote import check_there
 from train.checkpoint import retention
 from train.checkpoint.upload import check_upload

@@ -17,7 +17,7 @@ from omni.lora.attach import add_adapter
 from omni.model.speech_model import SpeechModel
 from omni.pretrained import find_model
 from omni.text import Tokenizer
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from train.commands.fit import run_demo as demo
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from omni.errors import UserError
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from tests.train.toys import ToyModel
 from train.config.sections import GroupConfig, OptimizerConfig
 from train.optim.optimizer import (

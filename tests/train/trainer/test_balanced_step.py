@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
-from omni.utils.patterns import match_names
+from omni.utils.arguments import match_names
 from tests.close import assert_near
 from tests.train.balance.backward import backward
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
