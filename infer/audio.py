@@ -28,8 +28,8 @@ from torch import Tensor
 from infer.chat.devices import load_sounddevice
 from infer.checks import PIPE
 from infer.options import SOUND, AskOptions
+from omni.audio.decode import HEAD, container, foreign
 from omni.audio.io import MAX_SECONDS, MAX_STREAM_BYTES, SAMPLE_RATE, from_pcm16, read_audio
-from omni.audio.sniff import HEAD, container, foreign
 from omni.audio.wav import SampleForm, WavWriter, pcm16, wav_form, write_audio
 from omni.errors import SoundWarning, UserError
 from omni.generate.listening import Listening

@@ -1,8 +1,8 @@
 """Reads sound files, bytes and raw PCM as mono tensors `[S]` float32 at the rate the caller asks for.
 
-Everything a person may hand over by mistake (a folder, a text file, half a download, three hours, eight channels, NaN,
-`/dev/zero`) is refused here with one line that names the source, the value and the way out, so that no caller has to check
-again; and before memory is taken for it. Sound that is accepted but may not be what was meant gives a `SoundWarning`.
+What a person may hand over by mistake (a folder, a text file, half a download, three hours, eight channels, NaN) is refused
+here in one line, before memory is taken for it, so that no caller has to check again. Sound that is accepted but may not be
+what was meant gives a `SoundWarning`.
 
 S samples, C channels.
 """
@@ -18,11 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from omni.audio.decode import Block, Recording, open_recording
+from omni.audio.decode import HEAD, Block, Recording, container, foreign, open_recording
 from omni.audio.resample import StreamResampler, resample
-from omni.audio.sniff import HEAD, container, foreign
 from omni.errors import UserError, warn_about_sound
 from omni.utils.remote import refuse_remote
 
@@ -241,7 +240,7 @@ def opened(source: AudioSource, name: str, *, ends: bool = True) -> Iterator[Rec
             mode = os.stat(source).st_mode
             if stat.S_ISDIR(mode):
                 raise UserError(f"{name} is a folder: name one sound file in it")
-            file: BinaryIO = open(source, "rb", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
+            file: Any = open(source, "rb", buffering=0)  # noqa: SIM115
         except UserError:
             raise
         except OSError as error:
@@ -254,14 +253,12 @@ def opened(source: AudioSource, name: str, *, ends: bool = True) -> Iterator[Rec
         with file:
             yield _checked(file if stat.S_ISREG(mode) else io.BytesIO(read_stream(file, name)), name, ends)
         return
-    yield _from_open(io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source, name, ends)
-
-
-def _from_open(source: BinaryIO, name: str, ends: bool) -> Recording:
+    file = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     try:
-        return _checked(source if getattr(source, "seekable", bool)() else io.BytesIO(read_stream(source, name)), name, ends)
+        recording = _checked(file if getattr(file, "seekable", bool)() else io.BytesIO(read_stream(file, name)), name, ends)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror or error}: check that it is open and may be read") from error
+    yield recording
 
 
 def _checked(file: BinaryIO, name: str, ends: bool) -> Recording:

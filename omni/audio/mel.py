@@ -1,21 +1,18 @@
 """Log-mel features as Whisper's encoder expects them: 100 frames a second of 16 kHz sound.
 
-Formula: short-time Fourier transform (Hann window of 400 samples every 160, the sound mirrored at both
-edges), power, Whisper's own mel filters, log10, a floor, then (x + 4) / 4:
-`whisper.audio.log_mel_spectrogram` of the `openai-whisper` package.
+Formula: short-time Fourier transform (Hann window of 400 samples every 160, the sound mirrored at both edges), power, Whisper's
+own mel filters, log10, a floor, then (x + 4) / 4: `whisper.audio.log_mel_spectrogram` of the `openai-whisper` package.
 
 S samples, M mel bands, F feature frames.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 WINDOW = 400
@@ -26,8 +23,8 @@ MIN_SAMPLES = WINDOW // 2 + 1
 """Shortest sound whose edges can be mirrored; shorter ones, and those under one hop, are followed by silence."""
 
 FIXED_FLOOR = -7.0
-"""Floor, in log10 of power, of `floor="fixed"`: 8 below the loudest band of ordinary recorded speech (about
-+1), where `floor="clip"` would put it, and 2 above the rounding noise of 16-bit samples (about -9.5)."""
+"""Floor, in log10 of power, of `floor="fixed"`: 8 below the loudest band of ordinary recorded speech (about +1), where
+`floor="clip"` would put it, and 2 above the rounding noise of 16-bit samples (about -9.5)."""
 
 LOWEST = (FIXED_FLOOR + 4) / 4
 """`FIXED_FLOOR` as a feature."""
@@ -76,17 +73,10 @@ def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int 
         audio = torch.cat([before, audio], dim=-1)
     # Mixed precision must not reach the filters: bf16 keeps 3 digits of a power that spans 10 decades.
     with torch.autocast(audio.device.type, enabled=False):
-        window = _hann(audio.device)
+        window = torch.hann_window(WINDOW, device=audio.device)
         spectrum = torch.stft(audio, WINDOW, hop, window=window, center=centred, pad_mode="reflect", return_complex=True)
         power = spectrum[..., :frames].abs() ** 2  # Whisper drops the frame at the end
         log = (mel_filters(audio.device, n_mels) @ power).clamp(min=1e-10).log10()
     if floor == "fixed":
         return (log.clamp(min=FIXED_FLOOR) + 4.0) / 4.0
     return (torch.maximum(log, log.amax(dim=(-2, -1), keepdim=True) - 8.0) + 4.0) / 4.0
-
-
-@lru_cache(maxsize=8)
-def _hann(device: torch.device) -> Tensor:
-    import torch
-
-    return torch.hann_window(WINDOW, device=device)

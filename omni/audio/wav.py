@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 FORMATS = {".wav": "WAV", ".flac": "FLAC", ".ogg": "OGG", ".mp3": "MP3"}
 """Formats that `write_audio` writes, by the file's suffix."""
 
-_UNKNOWN = 0xFFFFFFFF  # the size in the header until the writer closes: players then read to the end
+UNKNOWN = 0xFFFFFFFF
+"""The size in a header where none is known yet: players then read to the end."""
 _BLOCK = 1 << 16  # samples that are encoded at a time
 _LIMIT = 0xFFFFFF00  # bytes of data that a RIFF header can count
 
@@ -38,9 +40,15 @@ def pcm16(audio: Tensor) -> bytes:
     Reading divides by 32768, so what was read as 16 bits is written back bit for bit.
     UserError: NaN, infinity, or more than one dimension.
     """
+    import numpy as np
     import torch
 
-    levels = _samples(audio).mul(32768.0).round().clamp(-32768, 32767)
+    if audio.ndim != 1:
+        raise UserError(f"sound to write has shape {list(audio.shape)}: give one channel, [samples]")
+    audio = audio.detach().to("cpu", torch.float32)
+    if not bool(np.isfinite(audio.numpy()).all()):
+        raise UserError("sound to write holds NaN or infinity: look at what produced it")
+    levels = audio.mul(32768.0).round().clamp(-32768, 32767)
     return levels.to(torch.int16).numpy().astype("<i2").tobytes()
 
 
@@ -71,10 +79,8 @@ def write_audio(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -
                 file.write(data[start : start + _BLOCK])
     except UserError:
         raise
-    except OSError as error:
-        raise _refused(path, error.strerror or str(error)) from error
-    except (soundfile.SoundFileError, ValueError) as error:  # a rate that the format does not have, a full disk
-        raise _refused(path, re.sub(r"^Error opening '.*?': ", "", str(error))) from error
+    except (OSError, soundfile.SoundFileError, ValueError) as error:  # also a rate that the format does not have
+        raise _refused(path, error) from error
     return Path(path)
 
 
@@ -85,10 +91,9 @@ class WavWriter:
             for chunk in stream:
                 writer.append(chunk)
 
-    The file has its name after `close()` (the end of the block); an exception inside the block, or
-    `abort()`, leaves nothing. UserError: a place that cannot be written (no such folder, a folder or device
-    of that name, no rights), no space left, NaN or infinity in the sound, more than a WAV file can count (4
-    GiB)."""
+    The file has its name after `close()` (the end of the block); an exception inside the block, or `abort()`, leaves nothing.
+    UserError: a place that cannot be written (no such folder, a folder or device of that name, no rights), no space left, NaN
+    or infinity in the sound, more than a WAV file can count (4 GiB)."""
 
     def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
         if not 1 <= sample_rate < 1 << 30:
@@ -99,12 +104,11 @@ class WavWriter:
         self._bytes = 0
         self._target = replaceable(path)
         self._part = beside(self._target, self)
-        self._file: BinaryIO | None = None
         try:
-            self._file = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
+            self._file: BinaryIO | None = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
         except OSError as error:
-            raise _refused(self.path, error.strerror or str(error)) from error
-        self._write(_header(_UNKNOWN, sample_rate))
+            raise _refused(self.path, error) from error
+        self._write(wav_header(sample_rate))
 
     @property
     def seconds(self) -> float:
@@ -117,10 +121,7 @@ class WavWriter:
             raise ValueError(f"{str(self.path)!r} is closed: append before close()")
         data = pcm16(audio)
         if self._bytes + len(data) > _LIMIT:
-            raise UserError(
-                f"{str(self.path)!r}: a WAV file holds at most 4 GiB: start another after "
-                f"{self.seconds:.0f} s, or write a lower rate"
-            )
+            raise UserError(f"{str(self.path)!r}: a WAV file holds at most 4 GiB: start another after {self.seconds:.0f} s")
         self._write(data)
         self._bytes += len(data)
         self.samples += audio.shape[0]
@@ -130,12 +131,12 @@ class WavWriter:
         if self._file is not None:
             try:
                 self._file.seek(0)
-                self._file.write(_header(self._bytes, self.sample_rate))
+                self._file.write(wav_header(self.sample_rate, self._bytes))
                 self._file.close()
                 os.replace(self._part, self._target)
             except OSError as error:
                 self.abort()
-                raise _refused(self.path, error.strerror or str(error)) from error
+                raise _refused(self.path, error) from error
             self._file = None
         return self.path
 
@@ -143,12 +144,9 @@ class WavWriter:
         """Discard what was written; a file that was at the path before stays."""
         if self._file is not None:
             file, self._file = self._file, None
-            try:
-                file.close()  # flushes, so a full disk may raise once more
-            except OSError:
-                pass
-            finally:
-                self._part.unlink(missing_ok=True)
+            with suppress(OSError):  # it flushes, so a full disk may raise once more
+                file.close()
+            self._part.unlink(missing_ok=True)
 
     def __enter__(self) -> WavWriter:
         return self
@@ -165,34 +163,22 @@ class WavWriter:
             self._file.write(data)
         except OSError as error:
             self.abort()
-            raise _refused(self.path, error.strerror or str(error)) from error
+            raise _refused(self.path, error) from error
 
 
-def _refused(path: str | os.PathLike[str], reason: str) -> UserError:
+def _refused(path: str | os.PathLike[str], error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or re.sub(r"^Error opening '.*?': ", "", str(error))
     return UserError(
         f"cannot write {os.fspath(path)!r}: {reason}: check that its folder exists, may be written and has space left"
     )
 
 
-def _samples(audio: Tensor) -> Tensor:
-    """Checks samples and returns them as `[S]` float32 on the host."""
-    import numpy as np
-    import torch
-
-    if audio.ndim != 1:
-        raise UserError(f"sound to write has shape {list(audio.shape)}: give one channel, [samples]")
-    audio = audio.detach().to("cpu", torch.float32)
-    if not bool(np.isfinite(audio.numpy()).all()):
-        raise UserError("sound to write holds NaN or infinity: look at what produced it")
-    return audio
-
-
-def _header(data_bytes: int, sample_rate: int) -> bytes:
-    """The header, all 44 bytes before the samples."""
-    form = struct.pack("<HHIIHH", 1, 1, sample_rate, 2 * sample_rate, 2, 16)
-    riff = _UNKNOWN if data_bytes == _UNKNOWN else 36 + data_bytes
-    sizes = struct.pack("<I", riff), struct.pack("<I", len(form)), struct.pack("<I", data_bytes)
-    return b"RIFF" + sizes[0] + b"WAVEfmt " + sizes[1] + form + b"data" + sizes[2]
+def wav_header(sample_rate: int, data_bytes: int = UNKNOWN) -> bytes:
+    """The header, all 44 bytes before mono samples of 16 bits."""
+    riff = min(36 + data_bytes, UNKNOWN)
+    return struct.pack(
+        "<4sI8sIHHIIHH4sI", b"RIFF", riff, b"WAVEfmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16, b"data", data_bytes
+    )
 
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE

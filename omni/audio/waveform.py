@@ -197,7 +197,13 @@ def as_piece(
 
 def _numbers(samples: Any, name: str, two: int | None = None) -> np.ndarray:
     """Samples as an array [S] or [2, S] of a type that sound may have."""
-    array = _array(samples, name)
+    try:
+        if isinstance(samples, Tensor):
+            samples = samples.detach().cpu().resolve_conj()
+            samples = samples.float() if samples.dtype == torch.bfloat16 else samples
+        array = np.asarray(samples)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # lists of lists of unequal lengths, for example
+        raise UserError(f"{name} is a {type(samples).__name__} that is no array of numbers; {_WAY}") from error
     if array.dtype.kind not in "iuf" or array.dtype.name in ("uint16", "uint32", "uint64"):
         raise UserError(f"{name}'s samples are of type {array.dtype}; give floating-point numbers or signed integers")
     if two is not None and array.ndim == 2 and array.shape[two] == 2:
@@ -211,17 +217,6 @@ def _is_rate(value: Any) -> bool:
 
 def _is_samples(value: Any) -> bool:
     return is_waveform(value) and (isinstance(value, (list, tuple)) or np.ndim(value) > 0)
-
-
-def _array(samples: Any, name: str) -> np.ndarray:
-    """Converts anything that holds numbers to an array on the host."""
-    if isinstance(samples, Tensor):
-        samples = samples.detach().cpu().resolve_conj()
-        return (samples.float() if samples.dtype == torch.bfloat16 else samples).numpy()
-    try:
-        return np.asarray(samples)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # lists of lists of unequal lengths, for example
-        raise UserError(f"{name} is a {type(samples).__name__} that is no array of numbers; {_WAY}") from error
 
 
 def _channels(array: np.ndarray, name: str) -> np.ndarray:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from omni.audio.decode import SUFFIXES
 from omni.audio.io import SAMPLE_RATE, AudioSource, shorten, sound_warnings
-from omni.audio.sniff import SUFFIXES
 from omni.audio.waveform import as_piece, is_waveform, read_sound, unwrap, whole_rate
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound

@@ -14,7 +14,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 
-from omni.audio.sniff import SUFFIXES
+from omni.audio.decode import SUFFIXES
 from omni.errors import UserError
 from omni.stores.cache import own_cache
 from omni.stores.drivers import StoredObject, join

@@ -17,9 +17,9 @@ import soundfile
 import torch
 import torchaudio
 
+from omni.audio.decode import container, foreign, quiet_decoder
 from omni.audio.io import audio_info, from_pcm16, level, read_audio, sound_warnings
 from omni.audio.resample import resample
-from omni.audio.sniff import container, foreign, quiet_decoder
 from omni.audio.wav import pcm16, write_wav
 from omni.errors import SoundWarning, UserError
 from tests.sounds import by_ffmpeg, encoded

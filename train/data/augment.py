@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from omni.audio.decode import SUFFIXES
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.audio.resample import resample
-from omni.audio.sniff import SUFFIXES
 from omni.errors import UserError
 from train.data.config import AugmentConfig, Range
 

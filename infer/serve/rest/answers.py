@@ -6,7 +6,6 @@ S samples, float32 within -1 to 1.
 from __future__ import annotations
 
 import io
-import struct
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
@@ -19,6 +18,7 @@ import soundfile
 from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.errors import Failure
 from infer.serve.realtime.protocol import Event
+from omni.audio.wav import wav_header
 from omni.generate.results import AudioChunk, Ended
 from omni.generate.results import Event as Output
 from omni.tasks import Turn
@@ -44,7 +44,6 @@ MEDIA = {
 }
 """Media types by format."""
 
-UNKNOWN = 0xFFFFFFFF  # bytes of a WAV file whose length is not known yet: players read to its end
 _BLOCK = 1 << 16  # samples that are encoded at a time
 _LEAST = PCM_RATE // 100  # samples of a file: those of some formats are none without any
 
@@ -136,19 +135,11 @@ class KeptAnswers:
         return answer if whose == owner and end >= time.time() else None
 
 
-def wav_header(count: int = UNKNOWN) -> bytes:
-    """The 44 bytes before `count` bytes of 16-bit mono samples at 24 kHz."""
-    form = struct.pack("<HHIIHH", 1, 1, PCM_RATE, PCM_RATE * 2, 2, 16)
-    riff = count if count == UNKNOWN else 36 + count
-    head = b"RIFF" + struct.pack("<I", riff) + b"WAVEfmt " + struct.pack("<I", len(form))
-    return head + form + b"data" + struct.pack("<I", count)
-
-
 def encoded(samples: np.ndarray, form: str) -> bytes:
     """Samples [S] at 24 kHz in one of the formats of `MEDIA`; what is beyond -1 to 1 is clipped."""
     if form not in FILES:
         data = encode(samples, "audio/pcm")
-        return wav_header(len(data)) + data if form == "wav" else data
+        return wav_header(PCM_RATE, len(data)) + data if form == "wav" else data
     samples = np.pad(np.clip(samples, -1, 1), (0, max(_LEAST - len(samples), 0)))
     container, coding = FILES[form]
     out = io.BytesIO()

@@ -19,12 +19,13 @@ from infer.pcm import PCM_RATE, to_int16
 from infer.serve.errors import Failure
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.realtime.transcripts import MOST
-from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, token_counts, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, token_counts
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.vad import SpeechStream
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.resample import resample
+from omni.audio.wav import wav_header
 from omni.generate.question import longest
 from omni.generate.results import AudioChunk, TextDelta
 from omni.generate.results import Event as Output
@@ -97,7 +98,7 @@ async def _spoken(events: AsyncIterator[Output]) -> AsyncIterator[Output]:
 async def _grown(samples: AsyncIterator[bytes], form: str) -> AsyncIterator[bytes]:
     """A file that grows: the samples, after a header where the format has one."""
     if form == "wav":
-        yield wav_header()
+        yield wav_header(PCM_RATE)
     async for piece in samples:
         yield piece
 

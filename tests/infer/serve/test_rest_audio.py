@@ -18,10 +18,11 @@ from fastapi import FastAPI
 
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.rest.answers import MEDIA, encoded, resampled, wav_header
+from infer.serve.rest.answers import MEDIA, encoded, resampled
 from infer.serve.rest.audio import SPEECH
 from infer.serve.rest.messages import decoded
 from infer.serve.settings import ServeSettings
+from omni.audio.wav import wav_header
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk
 from omni.generate.speech_lm import SpeechLM
@@ -193,7 +194,7 @@ def test_speech_is_the_models_in_every_format(app: FastAPI, lm: SpeechLM, form: 
     assert response.response.headers["content-type"] == MEDIA[form]
     data = response.content
     if form == "wav":
-        assert data[:44] == wav_header() and struct.unpack("<I32xI", data[4:44]) == (0xFFFFFFFF, 0xFFFFFFFF)
+        assert data[:44] == wav_header(24_000) and struct.unpack("<I32xI", data[4:44]) == (0xFFFFFFFF, 0xFFFFFFFF)
     samples = read(data, form)
     assert len(samples) == len(wanted) == 24_000
     if form in ("wav", "flac", "pcm"):

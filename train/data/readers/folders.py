@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omni.audio.sniff import SUFFIXES
+from omni.audio.decode import SUFFIXES
 from omni.errors import UserError
 from train.data.readers.contract import OpenedSource, ReaderOptions
 from train.data.readers.files import Files, list_files

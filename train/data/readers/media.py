@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from omni.audio.sniff import SUFFIXES
+from omni.audio.decode import SUFFIXES
 from omni.errors import UserError
 
 _SOUND, _HELD = r"(?:audio|sound|speech|wav|recording)(?:e?s)?", r"(?:_?(?:path|file|filepath|filename|url|uri|bytes|data)s?)?"
