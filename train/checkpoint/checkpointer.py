@@ -1,25 +1,35 @@
-"""Saves and resumes a run, and keeps its newest and best checkpoints."""
+"""Saves and resumes a run, and keeps its newest and best checkpoints. They are written while the run trains on, from copies of
+the state on the host, by a thread."""
 
 from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import numpy as np
+import psutil
 import torch
 from lightning_fabric import Fabric
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
-from omni.checkpoint.tensors import NotFinite
+from omni.checkpoint.tensors import NotFinite, file_layout
 from omni.config import from_dict
 from omni.errors import UserError
+from omni.files import pages, write_json
+from omni.utils.profiling import GIB, free_memory, high_water
 from train.checkpoint import retention, state
-from train.checkpoint.asynchronous import Background, StateCopy, copied_bytes, lacking_memory
+from train.checkpoint.state import CheckpointContent
 from train.checkpoint.upload import Uploads, bring_back
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig
@@ -76,7 +86,7 @@ class Checkpointer:
         self.observers: Sequence[Any] = ()
         self.saves = ProcessGroup(fabric)  # of their own: messages of saves and of steps must not meet
         self._copy: StateCopy | None = None
-        self.writing: Background | None = None
+        self.writing: Future[None] | None = None
         upload = config.checkpoint.upload
         self.uploads = Uploads(upload) if upload is not None and group.first else None
         self._with_figures = False  # the last checkpoint was begun after the validation of its step
@@ -189,7 +199,7 @@ class Checkpointer:
         self.wait()
         position.meters = self.meter.state()
         loss = sum(sums[0] for sums in position.meters)
-        retention.check_finite(self.parent, position.step, "loss", loss, self._advice())
+        self.check_finite("loss", loss)
         position.seconds = self.group.broadcast(self.clock())
         position.saved = (position.step, position.seconds)
         if position.validated[0] != position.step:
@@ -207,17 +217,19 @@ class Checkpointer:
                 self._release()  # the last save of a run
             self._write(held)
         else:
-            self.writing = Background(lambda: self._write(copied))
+            self.writing = in_background(lambda: self._write(copied))
         self.saved = held.target
         for observer in reversed(self.observers):
             observer.on_save(position.step, held.target)
 
-    def _copied(self, held: state.CheckpointContent) -> state.CheckpointContent | None:
+    def _copied(self, held: CheckpointContent) -> CheckpointContent | None:
         """A copy of the state on the host; None where a machine has no memory for it, in all processes alike."""
         device = self.fabric.device
         short = None
         if self._copy is None:
-            short = lacking_memory(copied_bytes(held), device.type != "cuda", self.group)
+            tensors = (*held.tensors.values(), *(held.balance or {}).values())
+            size = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+            short = lacking_memory(size * (1 + held.sharded), device.type != "cuda", self.group)  # of shards, their file's too
             self._copy = StateCopy(device)
         copied, failure = None, None
         if short is None:
@@ -233,7 +245,7 @@ class Checkpointer:
         self.say(f"checkpoints are written between the steps: {short}")
         return None
 
-    def _write(self, held: state.CheckpointContent) -> None:
+    def _write(self, held: CheckpointContent) -> None:
         if self.fabric.device.type == "cuda":
             torch.cuda.set_device(self.fabric.device)  # a thread starts with the first one
         state.write(held, self.saves)
@@ -253,24 +265,22 @@ class Checkpointer:
             UserError: it cannot be written; in all processes alike, and again each time.
         """
         if self.writing is not None:
-            self.writing.join()
-            if self.writing.error is not None:
-                raise self.writing.error
+            self.writing.result()
             self.writing = None
 
-    def close(self, wait: bool) -> None:
-        """End the run's saves, whatever became of them; without `wait`, what is being written stays unfinished if the process
-        ends first."""
-        if self.writing is not None and wait:
-            self.writing.join()
+    def close(self, finish: bool) -> None:
+        """End the run's saves, whatever became of them; unless they are to `finish`, what is being written stays unfinished if
+        the process ends first."""
+        if self.writing is not None and finish:
+            self.writing.exception()
         self.writing = None
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches of steps; in place of the next one a failure of the last save is raised, once it is known."""
         for batch in batches:
             self.tell_uploads()
-            if self.writing is not None and self.writing.error is not None:
-                raise self.writing.error
+            if self.writing is not None and self.writing.done():
+                self.writing.result()
             yield batch
 
     def tell_uploads(self, wait: bool = False) -> None:
@@ -287,19 +297,18 @@ class Checkpointer:
             self.say(line)
 
     def check_finite(self, name: str, value: float) -> None:
-        """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint."""
-        if not math.isfinite(value):
-            self.wait()
-        retention.check_finite(self.parent, self.position.step, name, value, self._advice())
-
-    def _advice(self) -> str:
-        """The advice to a run that diverges, by the settings that it has."""
+        """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint, and what may help."""
+        if math.isfinite(value):
+            return
+        self.wait()
+        good = retention.newest(self.parent)
+        where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
         groups, precision, limit = self.training[1].param_groups, self.config.fabric.precision, self.config.clip
         keys = {"optimizer.muon_lr" if group.get("rule") == "muon" else "optimizer.lr" for group in groups}
         ways = [f"a lower {' and '.join(sorted(keys))}"]
         ways += ["clip 1.0"] * (limit is None or limit > 1)
         ways += ["fabric.precision bf16-mixed"] * (precision in ("bf16-true", "16-mixed"))
-        return f"try {' or '.join(ways)}"
+        raise UserError(f"the {name} is {value} at step {self.position.step}; {where}; try {' or '.join(ways)}")
 
     def refused(self, error: NotFinite) -> UserError:
         """The error of a model that is not exported because of a tensor that is not finite."""
@@ -328,9 +337,135 @@ class Checkpointer:
 
     def _annotate(self) -> None:
         assert self.saved is not None
-        retention.annotate(self.saved, figures=self.position.figures, validated=self.position.validated)
+        figures = {"figures": self.position.figures, "validated": self.position.validated}
+        write_json(self.saved / retention.STATE, {**retention.read_state(self.saved), **figures}, indent=None)
         self._prune()
 
     def _prune(self) -> None:
-        keep = self.config.checkpoint
-        retention.prune(self.parent, keep.keep_last, keep.keep_best, keep.metric, keep.good)
+        """Deletes all checkpoints but the newest and the best."""
+        keep, folders = self.config.checkpoint, retention.checkpoints(self.parent)
+        best = [folder for _, folder in retention.ranked(self.parent, keep.metric, keep.good)[: keep.keep_best]]
+        for folder in folders:
+            if folder not in (*folders[-keep.keep_last :], *best):
+                retention.discard(folder)
+
+
+# --- beside the steps -----------------------------------------------------------------------------------------------------
+
+
+SHARE = 0.9
+"""Largest share of a machine's free memory that copies may take."""
+
+PIECE, THREADS = 16 << 20, 4
+"""Bytes that a thread copies at once, and the most threads, which use a processor's memory fully."""
+
+
+class StateCopy:
+    """Host memory for a copy of the training state, kept from one checkpoint to the next; pinned where the state is on a
+    GPU.
+
+    Tensors of one file are copied to the places that they have in the file, which is written from there without another copy
+    (`omni.files.LargeFile`). Shards are copied by PyTorch's stager.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._blocks: dict[str, Tensor] = {}
+        self._stager: DefaultStager | None = None
+
+    def take(self, held: CheckpointContent) -> CheckpointContent:
+        """Copies what a checkpoint will hold; the copy is complete, and valid until the next one, when this returns.
+
+        Raises:
+            RuntimeError, OSError: no memory.
+        """
+        tensors = self._staged(held.tensors) if held.sharded else self._copied("tensors", held.tensors)
+        balance = None if held.balance is None else self._copied("balance", held.balance)
+        if self.cuda:
+            torch.cuda.synchronize()
+        return replace(held, tensors=tensors, balance=balance)
+
+    def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self._stager is None or torch.__version__ < "2.13":  # before, a stager serves once
+            options = StagingOptions(
+                use_pinned_memory=self.cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=self.cuda
+            )
+            self._stager = DefaultStager(options)
+        staged = self._stager.stage(dict(tensors))
+        assert isinstance(staged, dict)
+        return staged
+
+    @torch.no_grad()
+    def _copied(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not tensors:
+            return {}
+        _, offsets, size = file_layout(tensors)
+        block, out = self._block(file, size), {}
+        pieces: list[tuple[Any, Any]] = []
+        for name, offset in offsets.items():
+            tensor = tensors[name]
+            out[name] = block[offset : offset + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+            if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes:
+                both = (t.detach().reshape(-1).view(torch.uint8).numpy() for t in (out[name], tensor))
+                pieces += zip(*([t[at : at + PIECE] for at in range(0, len(t), PIECE)] for t in both), strict=True)
+            else:
+                out[name].copy_(tensor, non_blocking=self.cuda)
+        _copy(pieces)
+        return out
+
+    def _block(self, file: str, size: int) -> Tensor:
+        block = self._blocks.get(file)
+        if block is None or len(block) < size:
+            self._unpin(self._blocks.pop(file, None))
+            self._blocks[file] = block = torch.frombuffer(pages(size), dtype=torch.uint8)
+            if self.cuda:  # where pinning is refused, copies are only slower
+                torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)
+        return block
+
+    def _unpin(self, block: Tensor | None) -> None:
+        if self.cuda and block is not None:
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+
+    def release(self) -> None:
+        """Gives the memory back."""
+        for file in list(self._blocks):
+            self._unpin(self._blocks.pop(file))
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+
+def _copy(pieces: Sequence[tuple[Any, Any]]) -> None:
+    """Copies arrays, each by one thread: PyTorch's threads wait for each other at every tensor, long where cores are shared."""
+    with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
+        for _ in pool.map(lambda piece: np.copyto(*piece), pieces):
+            pass
+
+
+def lacking_memory(needed: int, on_cpu: bool, group: ProcessGroup) -> str | None:
+    """Says where a machine has no room for its processes' copies (`needed` bytes of this one), and why; None where all have.
+    Steps `on_cpu` take its memory as well: as much as they have taken at most so far. All processes must call it."""
+    growth = max(0, high_water() - int(psutil.Process().memory_info().rss)) if on_cpu else 0
+    needs = group.gather((socket.gethostname(), needed, growth, free_memory()))
+    for host in sorted({host for host, *_ in needs}):
+        sizes, more, rooms = zip(*(rest for name, *rest in needs if name == host), strict=True)
+        free = max(0.0, min(rooms) - sum(more))
+        if sum(sizes) > SHARE * free:
+            return f"a copy of the state takes {sum(sizes) / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free on {host}"
+    return None
+
+
+def in_background(work: Callable[[], None]) -> Future[None]:
+    """Begins a piece of work in a thread of its own, which does not keep the process from ending."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return done

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from omni.errors import UserError
-from omni.files import write_json, write_whole
+from omni.files import write_whole
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
@@ -92,14 +92,6 @@ def is_best(parent: Path, value: float | None, metric: str, mode: str, keep: int
     return len(best) < keep or (value > best[-1][0] if mode == "max" else value < best[-1][0])
 
 
-def prune(parent: Path, keep_last: int, keep_best: int, metric: str, mode: str) -> None:
-    """Delete all checkpoints but the `keep_last` newest and the `keep_best` best by `metric`."""
-    kept = {*checkpoints(parent)[-keep_last:], *(folder for _, folder in ranked(parent, metric, mode)[:keep_best])}
-    for folder in checkpoints(parent):
-        if folder not in kept:
-            discard(folder)
-
-
 def discard(folder: Path) -> None:
     """Delete a checkpoint; it is renamed first, so that a half-deleted one is never taken for whole."""
     away = folder.with_name(f".{folder.name}.deleting")
@@ -158,20 +150,6 @@ def restart(folder: Path, launch: Set[str], again: bool) -> bool:
     if launch:
         write_whole(marker, "".join(f"{name}\n" for name in sorted(launch)))
     return True
-
-
-def annotate(folder: Path, **entries: Any) -> None:
-    """Change entries of a checkpoint's `state.json`, such as the figures of its validation."""
-    write_json(folder / STATE, {**read_state(folder), **entries}, indent=None)
-
-
-def check_finite(parent: Path, step: int, name: str, value: float, advice: str) -> None:
-    """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint, and the `advice`."""
-    if math.isfinite(value):
-        return
-    good = newest(parent)
-    where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
-    raise UserError(f"the {name} is {value} at step {step}; {where}; {advice}")
 
 
 IGNORED_KEYS = (

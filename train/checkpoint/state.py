@@ -153,7 +153,8 @@ def write(held: CheckpointContent, group: ProcessGroup) -> Path:
 
     def write_state() -> None:
         if held.sharded:
-            _write_shards(held.tensors, beside / TENSORS, group)
+            writer = dcp.HuggingFaceStorageWriter(str(beside / TENSORS), save_distributed=True)
+            dcp.save(held.tensors, storage_writer=writer, process_group=group.group)
         elif group.first:
             save_tensors(held.tensors, beside / TENSORS / "state.safetensors")
         if group.first:
@@ -187,27 +188,17 @@ def write(held: CheckpointContent, group: ProcessGroup) -> Path:
     return target
 
 
-def _write_shards(tensors: dict[str, Tensor], folder: Path, group: ProcessGroup) -> None:
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(tensors, storage_writer=writer, process_group=group.group)
-
-
 def _cannot_write(target: Path, error: BaseException) -> UserError:
     before: Path | None = None
     with suppress(OSError):  # the folder itself may be unreadable
         before = newest(target.parent)
     kept = f"the last good checkpoint is {before}" if before is not None else "there is no earlier one"
-    full = getattr(error, "errno", None) in FULL or any(
-        os.strerror(code) in str(error) or f"os error {code}" in str(error) for code in FULL
-    )
-    if full:
-        return UserError(
-            f"checkpoint {target} cannot be written: no space left on the disk; {kept}; free some space and run the same "
-            "command again"
-        )
-    reason = " ".join(str(error).split())[:300]
-    failure = UserError(f"checkpoint {target} cannot be written ({reason}); {kept}; fix that and run the same command again")
-    failure.again = not isinstance(error, OSError) or error.errno in PASSING
+    marks = [mark for code in FULL for mark in (os.strerror(code), f"os error {code}")]
+    full = getattr(error, "errno", None) in FULL or any(mark in str(error) for mark in marks)
+    reason = ": no space left on the disk" if full else f" ({' '.join(str(error).split())[:300]})"
+    way = "free some space" if full else "fix that"
+    failure = UserError(f"checkpoint {target} cannot be written{reason}; {kept}; {way} and run the same command again")
+    failure.again = not full and (not isinstance(error, OSError) or error.errno in PASSING)
     return failure
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
 
@@ -24,7 +23,7 @@ from train.checkpoint.retention import LAST, STATE
 
 MARKERS = (STATE, "config.json", "adapter_config.json")
 """Files that are written last: without one of them nothing reads a folder."""
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, LINKED = "checkpoints", ".uploading"
 
 
 def check_upload(upload: str) -> str:
@@ -36,21 +35,6 @@ def check_upload(upload: str) -> str:
     return address
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A folder that is to be copied.
-
-    Attributes:
-        name: below the address.
-        linked: the folder holds links to the files of a checkpoint, and is deleted afterwards.
-    """
-
-    name: str
-    folder: Path
-    checkpoint: bool
-    linked: bool
-
-
 class Uploads:
     """Copies folders to a store in a thread of its own, one after another.
 
@@ -60,7 +44,7 @@ class Uploads:
 
     def __init__(self, address: str) -> None:
         self.address = check_upload(address)
-        self._waiting: list[_Copy] = []
+        self._waiting: list[tuple[str, Path]] = []  # names below the address, and folders
         self._lines: list[str] = []
         self._busy = False
         self._turn = Condition()
@@ -73,14 +57,13 @@ class Uploads:
         comes is left out.
         """
         checkpoint = folder.parent.name == CHECKPOINTS
-        held = _links(folder) if checkpoint else folder
-        copy = _Copy(f"{CHECKPOINTS}/{folder.name}" if checkpoint else folder.name, held, checkpoint, held != folder)
+        name, held = (f"{CHECKPOINTS}/{folder.name}", _links(folder)) if checkpoint else (folder.name, folder)
         with self._turn:
-            for other in [waiting for waiting in self._waiting if waiting.checkpoint and checkpoint]:
+            for other in [waiting for waiting in self._waiting if checkpoint and waiting[0].startswith(f"{CHECKPOINTS}/")]:
                 self._waiting.remove(other)
-                _discard(other)
-                self._lines.append(f"{other.name} is not uploaded: the next checkpoint came first")
-            self._waiting.append(copy)
+                _discard(other[1])
+                self._lines.append(f"{other[0]} is not uploaded: the next checkpoint came first")
+            self._waiting.append((name, held))
             if self._thread is None:
                 self._thread = Thread(target=self._run, name="upload", daemon=True)
                 self._thread.start()
@@ -108,31 +91,31 @@ class Uploads:
             with self._turn:
                 while not self._waiting:
                     self._turn.wait()
-                copy, self._busy = self._waiting.pop(0), True
+                (name, folder), self._busy = self._waiting.pop(0), True
             try:
-                self._copy(copy)
-                line = f"uploaded {shown(join(self.address, copy.name))}"
+                self._copy(name, folder)
+                line = f"uploaded {shown(join(self.address, name))}"
             except Exception as error:
                 why = str(error) if isinstance(error, UserError) else in_one_line(error)
-                line = f"{copy.name} is not uploaded, and the run goes on: {why}"
-            _discard(copy)
+                line = f"{name} is not uploaded, and the run goes on: {why}"
+            _discard(folder)
             with self._turn:
                 self._lines.append(line)
                 self._busy = False
                 self._turn.notify_all()
 
-    def _copy(self, copy: _Copy) -> None:
-        address = join(self.address, copy.name)
-        files = sorted(file for file in copy.folder.rglob("*") if file.is_file())
-        for file in sorted(files, key=lambda file: file.name in MARKERS and file.parent == copy.folder):
-            write_object(file, join(address, file.relative_to(copy.folder).as_posix()))
-        if copy.checkpoint:
-            write_object(f"{Path(copy.name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
+    def _copy(self, name: str, folder: Path) -> None:
+        address = join(self.address, name)
+        files = sorted(file for file in folder.rglob("*") if file.is_file())
+        for file in sorted(files, key=lambda file: file.name in MARKERS and file.parent == folder):
+            write_object(file, join(address, file.relative_to(folder).as_posix()))
+        if name.startswith(f"{CHECKPOINTS}/"):
+            write_object(f"{Path(name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
 
 
 def _links(folder: Path) -> Path:
     """A folder of links to a checkpoint's files, beside it; the checkpoint itself where the file system has no links."""
-    beside = folder.with_name(f".{folder.name}.uploading")
+    beside = folder.with_name(f".{folder.name}{LINKED}")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         shutil.copytree(folder, beside, copy_function=os.link)
@@ -142,9 +125,10 @@ def _links(folder: Path) -> Path:
     return beside
 
 
-def _discard(copy: _Copy) -> None:
-    if copy.linked:
-        shutil.rmtree(copy.folder, ignore_errors=True)
+def _discard(folder: Path) -> None:
+    """Deletes a folder of links; any other stays."""
+    if folder.name.endswith(LINKED):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def bring_back(upload: str, parent: Path) -> str | None:

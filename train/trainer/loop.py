@@ -87,12 +87,12 @@ class Loop:
             self.checkpointer.tell_uploads(wait=True)
             self._say_end(outcome)
         except KeyboardInterrupt:  # the second Ctrl-C
-            self.checkpointer.close(wait=False)
+            self.checkpointer.close(finish=False)
             self.progress.close()
             self.progress.say_apart(lost_line(self.position.step, self.checkpointer.parent))
             raise
         finally:
-            self.checkpointer.close(wait=not is_lost(sys.exc_info()[1]))
+            self.checkpointer.close(finish=not is_lost(sys.exc_info()[1]))
             for observer in self.ending:
                 observer.close()
         return replace(outcome, signal=outcome.signal or stop.number)

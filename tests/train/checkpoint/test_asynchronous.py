@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from omni.errors import UserError
 from tests.processes import Program, two
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
-from train.checkpoint import asynchronous, checkpointer, retention, state
-from train.checkpoint.asynchronous import Background, StateCopy
+from train.checkpoint import checkpointer, retention, state
+from train.checkpoint.checkpointer import StateCopy, lacking_memory
 from train.config.sections import CheckpointConfig, LogConfig, OptimizerConfig, ValidationConfig
 from train.trainer.signals import SAME
 
@@ -145,14 +145,12 @@ def test_validations_see_what_is_written_and_their_figures_get_into_it(tmp_path:
 
 
 def test_a_failure_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = threading.Event()
-    run = Background._run
+    failed, begun, begin = threading.Event(), threading.Event(), checkpointer.in_background
 
-    def noted(self: Background) -> None:
-        run(self)
-        failed.set()
-
-    begun = threading.Event()
+    def noted(work: Callable[[], None]) -> Any:
+        done = begin(work)
+        done.add_done_callback(lambda _: failed.set())
+        return done
 
     def refuse(folder: Path) -> None:
         assert begun.wait(60)
@@ -166,7 +164,7 @@ def test_a_failure_ends_the_run_at_the_next_step(tmp_path: Path, monkeypatch: py
             begun.set()
             assert failed.wait(60)
 
-    monkeypatch.setattr(Background, "_run", noted)
+    monkeypatch.setattr(checkpointer, "in_background", noted)
     monkeypatch.setattr(state, "sync", refuse)
     with pytest.raises(UserError, match=r"step-00000002 cannot be written: no space left on the disk; there is no earlier one"):
         toy_fit(toy_config(tmp_path, checkpoint=EVERY_2), toy_parts(before))
@@ -215,8 +213,8 @@ def test_two_processes_write_beside_their_steps_what_they_write_between_them(tmp
 def test_without_memory_for_a_copy_a_run_writes_between_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, value: Any, why: str
 ) -> None:
-    monkeypatch.setattr(asynchronous, name, value)
-    monkeypatch.setattr(checkpointer, "Background", None)
+    monkeypatch.setattr(checkpointer, name, value)
+    monkeypatch.setattr(checkpointer, "in_background", None)
     toy_fit(toy_config(tmp_path / "a", checkpoint=EVERY_2, log=LogConfig(1, "lines")))
     said = capfd.readouterr().err
     assert said.count("checkpoints are written between the steps: ") == 1
@@ -228,9 +226,9 @@ def test_without_memory_for_a_copy_a_run_writes_between_its_steps(
 def test_memory_is_counted_for_all_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     told = [("a", 40, 5, 100.0), ("a", 40, 0, 98.0), ("b", 10, 0, 200.0)]
     group: Any = SimpleNamespace(gather=lambda value: told)
-    assert asynchronous.lacking_memory(0, True, group) is None  # 80 of 93 that are free besides the growth of steps
+    assert lacking_memory(0, True, group) is None  # 80 of 93 that are free besides the growth of steps
     told[0] = ("a", 45, 5, 100.0)
-    assert (asynchronous.lacking_memory(0, True, group) or "").endswith("free on a")
+    assert (lacking_memory(0, True, group) or "").endswith("free on a")
 
 
 def capture_of(tensors: dict[str, torch.Tensor], **changes: Any) -> state.CheckpointContent:
