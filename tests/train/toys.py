@@ -44,8 +44,7 @@ from train.config.sections import (
 )
 from train.data.config import DataConfig, SourceConfig
 from train.distributed.fabric import build_fabric, leave, quantized_type
-from train.distributed.launching import launch
-from train.distributed.process_group import ProcessGroup, lost_named
+from train.distributed.process_group import ProcessGroup, launch, lost_named
 from train.objective.objective import HEADS, Losses
 from train.trainer.build import build_loop, process_group
 from train.trainer.initial_model import apply_lora

@@ -27,7 +27,7 @@ from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
 from omni.lora.attach import adapted
 from omni.utils.private import ddp_kwargs
-from omni.utils.quiet import silence
+from omni.utils.process import silence
 from train.config.sections import FabricConfig
 from train.distributed.process_group import PATIENCE, ProcessGroup
 from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_parts, to_meta, unsynchronized
@@ -197,15 +197,22 @@ def full_state(
     the module's. What is whole and on `device` already shares memory with them; sharded values come to the CPU.
     """
     whole: dict[str, Tensor] = {}
-    for name, own in module.state_dict().items():
-        if not name.startswith(prefix):
-            continue
-        value, target = own if replace is None else replace.get(name, own), device
-        if isinstance(value, DTensor):
-            value, target = value.full_tensor(), "cpu"
+    for name, (dtype, value) in _values(module, replace, prefix).items():
+        sharded = isinstance(value, DTensor)
+        value = value.full_tensor() if sharded else value
         if group.first:
-            whole[name[len(prefix) :]] = value.detach().to(target, own.dtype)
+            whole[name] = value.detach().to("cpu" if sharded else device, dtype)
     return whole
+
+
+def _values(module: nn.Module, replace: Mapping[str, Tensor] | None, prefix: str) -> dict[str, tuple[torch.dtype, Any]]:
+    """Types and values of the tensors whose names start with `prefix`, without it."""
+    state = module.state_dict()
+    return {
+        name[len(prefix) :]: (own.dtype, own if replace is None else replace.get(name, own))
+        for name, own in state.items()
+        if name.startswith(prefix)
+    }
 
 
 def with_whole_state(
@@ -221,11 +228,7 @@ def with_whole_state(
     A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process
     says which one it reads, and the others follow it until its work has ended or failed.
     """
-    values = {
-        name[len(prefix) :]: (own.dtype, own if replace is None else replace.get(name, own))
-        for name, own in module.state_dict().items()
-        if name.startswith(prefix)
-    }
+    values = _values(module, replace, prefix)
 
     @torch.no_grad()
     def gather(name: str) -> Tensor:
@@ -263,16 +266,15 @@ def compile_blocks(module: nn.Module) -> None:
                 block.compile()
 
 
-MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
 def product_type(precision: str, adapters: bool) -> torch.dtype | None:
     """Dtype of products under autocast; None without autocast, where weights are multiplied in their own dtype.
 
     Args:
         adapters: LoRA adapters are trained beside a frozen base.
     """
-    return torch.bfloat16 if adapters and precision == "bf16-true" else MIXED.get(precision)
+    if adapters and precision == "bf16-true":
+        return torch.bfloat16
+    return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
 
 
 def quantized_type(precision: str) -> torch.dtype:

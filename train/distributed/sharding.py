@@ -100,14 +100,11 @@ def shard(module: nn.Module, config: FabricConfig, device_type: str) -> nn.Modul
 
 
 def _precision(precision: str) -> Any:
-    """Types in which parameters are gathered and gradients are added over processes.
-
-    Under autocast, parameters come in the type of the products, which halves what is sent; inputs are left as they are, as
-    positions and masks need their own types.
-    """
+    """Types in which parameters are gathered and gradients are added over processes. Under autocast, parameters come in the
+    type of the products, which halves what is sent; inputs are left as they are."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    half = {"bf16-mixed": torch.bfloat16}.get(precision)
+    half = torch.bfloat16 if precision == "bf16-mixed" else None
     summed = torch.float32 if precision.startswith("bf16") else None
     return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed, cast_forward_inputs=False)
 

@@ -42,8 +42,7 @@ from train.distributed.fabric import (
     restarted,
     setup,
 )
-from train.distributed.launching import check_shared, launch
-from train.distributed.process_group import ProcessGroup, lost_named
+from train.distributed.process_group import ProcessGroup, check_shared, launch, lost_named
 from train.distributed.sharding import ParallelDims
 from train.eval.held_out import items_of
 from train.objective.objective import Objective, cells, targets

@@ -16,7 +16,7 @@ import pytest
 from omni.errors import UserError
 from tests.processes import environment, free_port
 from train import cli
-from train.distributed import launching
+from train.distributed import process_group as launching
 from train.trainer.usage import is_worker_lost, worker_lost
 
 
@@ -67,7 +67,7 @@ def test_a_signal_ends_whoever_waits_at_the_start(number: int) -> None:
         "from datetime import timedelta\n"
         "import torch.distributed as dist\n"
         "from omni.utils.process import end_in_order\n"
-        "from train.distributed.launching import _meeting\n"
+        "from train.distributed.process_group import _meeting\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
         "end_in_order()\n"
         "with _meeting(2, '127.0.0.1', sys.argv[1]):\n"

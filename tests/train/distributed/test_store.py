@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import free_port
-from train.distributed.launching import fresh
+from train.distributed.process_group import fresh
 
 
 def test_a_start_shares_its_keys_with_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
