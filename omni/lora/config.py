@@ -16,7 +16,7 @@ class LoRAConfig:
     """Settings of an adapter.
 
     Attributes:
-        targets: names of the linears it adds to, as patterns (`omni.utils.patterns`); by default the decoder's blocks.
+        targets: names of the linears it adds to, as patterns (`omni.utils.arguments`); by default the decoder's blocks.
         rank: columns between A and B.
         alpha: strength; see the module's formula.
         dropout: share of the inputs that A does not see in training.
