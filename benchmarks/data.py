@@ -42,10 +42,9 @@ from train.data.batching.packer import Pipeline
 from train.data.config import WINDOW, PackingConfig
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
-from train.data.rows.parquet import Needed, write_rows
+from train.data.rows.parquet import Needed, StoredRows, write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stored import StoredSource
 
 IMPORTS = ("torch", "torchaudio", "soundfile", "datasets", "pyarrow.parquet", "train.data.prepare.prepare", "omni.codec.codec2")
 """Modules that the command imports only after its start."""
@@ -214,7 +213,7 @@ def _open(
 ) -> StepLoader:
     """Opens a loader over stored rows, as a run does."""
     maker = ExampleMaker(preset("nano"), Tokenizer.bytes(), load_codec("codec2"))
-    source = StoredSource(data, needed=NEEDED, window=window)
+    source = StoredRows(data, needed=NEEDED, window=window)
     windows = {} if source.windows is None else {0: source.windows}
     packing = PackingConfig(2, 128, 3) if small else PackingConfig()
     pipeline = Pipeline(Mixture([source], [1.0], windows=windows), [TaskMixture(TASKS)], maker, packing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -17,8 +18,8 @@ from train.data.config import DataConfig, SourceConfig
 from train.data.rows.parquet import Needed, StoredRows
 from train.data.rows.row import Row
 from train.data.seeding import key
+from train.data.sources import Source
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stored import Source, StoredSource, drawn_row
 from train.data.sources.streams import StreamSource
 
 
@@ -37,7 +38,7 @@ def build_source(
         return StreamSource(config.folders[0], config.read, codec.name if codec is not None else "", config.shuffle, seed)
     if config.path is not None:
         held_out = config.held_out if isinstance(config.held_out, int) else 0
-        return StoredSource(config.path, cache, held_out, needed, config.window if config.order == "sequential" else None)
+        return StoredRows(config.path, cache, needed, held_out, config.window if config.order == "sequential" else None)
     return config.made.build(codec, seed)
 
 
@@ -64,9 +65,8 @@ def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> M
             limits.append(source_config.limit(source.size))
         except UserError as error:
             raise UserError(f"data.sources.{i}.{error}") from error
-    windows = {i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredSource) and source.windows}
-    streams = [i for i, source in enumerate(sources) if isinstance(source, StreamSource)]
-    return Mixture(sources, config.weights, seed, limits, windows, streams)
+    windows = {i: source.windows for i, source in enumerate(sources) if isinstance(source, StoredRows) and source.windows}
+    return Mixture(sources, config.weights, seed, limits, windows)
 
 
 def held_out_rows(config: DataConfig, codec: AudioCodec | None, count: int) -> list[Row]:
@@ -118,8 +118,8 @@ def held_out_of(
     elif source.held_out is None:
         return source.made.build(codec, 0).held_out(count, seed)
     else:
-        made = StoredSource(source.folders, cache, source.held_out)
-        stored, indices = made.rows, made.held_out_indices(count)
+        stored = StoredRows(source.folders, cache, held_out=source.held_out)
+        indices = stored.held_out_indices(count)
     rows = []
     for number in indices:
         try:
@@ -148,17 +148,16 @@ def estimate_speech_time(mixture: Mixture, codec: AudioCodec) -> SpeechTime | No
 
 def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
     """Iterate over text and seconds of each answer of these draws; unreadable rows are skipped: training reports them."""
-    seen = set()
-    sources = [source.whole() if isinstance(source, StoredSource) else source for source in mixture.sources]
+    seen, mixture = set(), copy.copy(mixture)
+    mixture.sources = [source.whole() if isinstance(source, StoredRows) else source for source in mixture.sources]
     for number in range(DRAWS if mixture.total is None else min(DRAWS, mixture.total)):
         draw = mixture.draw(number)
-        source = sources[draw.source]
-        where = (draw.source, source.identity(draw.index))
+        where = (draw.source, mixture.sources[draw.source].identity(draw.index))
         if where in seen:
             continue
         seen.add(where)
         try:
-            for turn in drawn_row(source, draw.index, draw.source_draw).turns:
+            for turn in mixture.row(draw).turns:
                 if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
                     yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
                 elif turn.answer_audio is not None and turn.answer_text.strip():

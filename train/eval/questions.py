@@ -25,7 +25,7 @@ from omni.utils.remote import check_there, find_address
 from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, data_path, open_source
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
-from train.data.rows.parquet_files import evenly
+from train.data.rows.files import evenly
 from train.data.rows.row import Row, RowTurn
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
 from train.console.progress import Screen, counted, duration, percent
-from train.data.batching.unused import Trained
+from train.data.batching.packer import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
 from train.trainer.initial_model import ADAPTER

@@ -311,7 +311,7 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
     fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
     for i, windows in pipeline.mixture.windows.items():
         fixed[f"the number of pieces that data.sources[{i}] is read in"] = windows.pieces
-    for i, stream in pipeline.streams():
+    for i, stream in pipeline.mixture.streams.items():
         fixed[f"the number of shards of data.sources[{i}]"] = len(stream.shards)
     if base is not None:
         fixed["the checksum of the weights below the adapters"] = base

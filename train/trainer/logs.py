@@ -22,7 +22,7 @@ from torch import Tensor
 from omni.errors import UserError
 from omni.files import replacing, write_whole
 from train.data.batching.batch import Batch
-from train.data.batching.unused import Counts, Trained
+from train.data.batching.packer import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import ExampleLosses

@@ -39,8 +39,7 @@ from train.data.augment import noise_files
 from train.data.batching.batch import Batch
 from train.data.build import sources_held_out
 from train.data.config import DataConfig, tasks_of
-from train.data.rows.parquet_files import ROWS, missing_parts, sample_rows
-from train.data.rows.places import find_files
+from train.data.rows.files import ROWS, find_files, missing_parts, sample_rows
 from train.data.sources.streams import StreamSource
 from train.distributed.sharding import check_divides
 from train.objective.config import no_teacher

@@ -5,10 +5,14 @@ Dimensions: M values of a feature frame, F feature frames, C columns, A audio st
 
 from __future__ import annotations
 
+import math
+import random
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,12 +23,11 @@ from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.question import read_system
+from omni.layout import IGNORE, Layout
 from omni.model.multitask_projector import SHARING
-from omni.tasks import TASKS, Columns, Turn, find_task, join
+from omni.tasks import TASKS, Columns, Turn, answer, find_task, join, prompt, system_message
 from omni.text import Tokenizer
 from train.data.augment import augment_audio, augment_mel, augment_turn, speech
-from train.data.batching.columns import interrupted, question_columns, turn_columns
-from train.data.batching.unused import TOO_LONG, Unusable
 from train.data.config import AlignmentKind, AugmentConfig
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import seeded_generator, seeded_rng
@@ -145,6 +148,17 @@ class Example:
     milliseconds: int = 0
 
 
+TOO_LONG = "too long"
+
+
+class Unusable(UserError):
+    """A row that a task cannot use; `reason` is the kind of fault, the same for all such rows, `task` that of the draw."""
+
+    def __init__(self, message: str, reason: str, task: str = "") -> None:
+        super().__init__(message)
+        self.reason, self.task = reason, task
+
+
 class TooLong(Unusable):
     """An example that does not fit: a question beyond the encoder's window, or columns beyond a packed row."""
 
@@ -175,7 +189,7 @@ class ExampleMaker:
         augment: augmentation of the questions' sound, of a cached row once for all, and of its features; None for none.
         seed: of the augmentation.
         system: rows' system messages come before their first questions; otherwise they are left out.
-        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.columns`.
+        cut: share of the answers, other than a conversation's last, that are cut; see `train.data.batching.examples`.
         heard_only: nothing but the encoder is trained: examples end with their questions, of which rows need the sound alone.
     """
 
@@ -371,3 +385,114 @@ def _part(name: str) -> Iterator[None]:
         raise
     except UserError as error:
         raise Unusable(str(error), f"{name} is broken") from error
+
+
+# --- columns of a turn ------------------------------------------------------------------------------------------
+
+SHORT = 512
+"""Longest answer that is cached, in codes and text ids together; also the longest question, in text ids."""
+
+
+def turn_columns(layout: Layout, turn: Turn) -> Columns:
+    """Make the columns of one turn; equals `example(layout, [turn])`."""
+    asked = question_columns(layout, turn)
+    replied = _answer(layout, turn)
+    begin, end = len(asked), len(asked) + len(replied)
+    targets = torch.full((len(layout), end), IGNORE)
+    targets[:, begin - 1 : end - 1] = replied.targets  # each column's target is the next column's token
+    return Columns(
+        tokens=torch.cat([asked.tokens, replied.tokens], dim=1),
+        targets=targets,
+        feature_index=torch.cat([asked.feature_index, replied.feature_index]),
+        features=asked.features,
+    )
+
+
+def question_columns(layout: Layout, turn: Turn) -> Columns:
+    """Make the columns of a turn's question and of the system message before it, without targets."""
+    task = find_task(turn.task)
+    asked = (
+        _audio_prompt(layout, task.name, turn.features)
+        if task.question == "audio"
+        else _text_prompt(layout, task.name, turn.question)
+    )
+    return join([_system_prompt(layout, tuple(turn.system)), asked]) if len(turn.system) else asked
+
+
+def _answer(layout: Layout, turn: Turn) -> Columns:
+    task = find_task(turn.task)
+    text = tuple(turn.text) if task.text and turn.text is not None else None
+    codes = turn.codes if task.audio else None
+    if turn.cut or len(text or ()) + (0 if codes is None else codes.numel()) > SHORT:  # a cut answer hardly repeats
+        return answer(layout, turn)
+    frames = None if codes is None else (codes.to(torch.int32).numpy().tobytes(), *codes.shape)
+    return _kept(layout, task.name, text, frames)
+
+
+@lru_cache(maxsize=256)  # system messages are few, and each precedes many questions
+def _system_prompt(layout: Layout, system: tuple[int, ...]) -> Columns:
+    return system_message(layout, system)
+
+
+@lru_cache(maxsize=4096)
+def _audio_prompt(layout: Layout, task: str, features: int) -> Columns:
+    return prompt(layout, Turn(task, features=features))
+
+
+def _text_prompt(layout: Layout, task: str, question: Sequence[int]) -> Columns:
+    if len(question) > SHORT:
+        return prompt(layout, Turn(task, question=question))
+    return _kept_question(layout, task, tuple(question))
+
+
+@lru_cache(maxsize=4096)
+def _kept_question(layout: Layout, task: str, question: tuple[int, ...]) -> Columns:
+    return prompt(layout, Turn(task, question=question))
+
+
+@lru_cache(maxsize=8192)  # a thousand utterances, each answered as several tasks
+def _kept(layout: Layout, task: str, text: tuple[int, ...] | None, frames: tuple[bytes, int, int] | None) -> Columns:
+    codes = None
+    if frames is not None:
+        data, streams, count = frames
+        codes = torch.frombuffer(bytearray(data), dtype=torch.int32).view(streams, count).long() if data else None
+        codes = torch.empty(streams, count, dtype=torch.long) if codes is None else codes
+    return answer(layout, Turn(task, text=text, codes=codes))
+
+
+def interrupted(turn: Turn, row: RowTurn, tokenizer: Tokenizer, frame_rate: float, rng: random.Random) -> Turn:
+    """Cut the turn's answer at a place drawn from `rng`: before its last frame, or its last token where it has no sound.
+
+    Args:
+        row: the same turn as stored.
+        frame_rate: of the codes, frames a second.
+    """
+    text, codes = turn.text, turn.codes
+    if codes is None:
+        return replace(turn, text=text[: rng.randrange(len(text))] if text else text, cut=True)
+    total = codes.shape[1]
+    frames = rng.randrange(total) if total else 0
+    if text is not None:
+        characters = heard(row, frames / frame_rate)
+        kept = math.ceil(len(text) * frames / max(1, total)) if characters is None else _tokens(text, characters, tokenizer)
+        text = text[:kept]
+    return replace(turn, text=text, codes=codes[:, :frames], cut=True)
+
+
+def heard(row: RowTurn, seconds: float) -> int | None:
+    """Number of characters of the answer's text up to the end of the last word whose middle is before `seconds`. None where the
+    words' times are not known, or are those of other words."""
+    end, said = 0, [word for word in row.words if word.who == "model"]
+    for word in said:
+        if (word.start + word.end) / 2 > seconds:
+            break
+        offset = row.answer_text.find(word.text, end)
+        if offset < 0:
+            return None
+        end = offset + len(word.text)
+    return end if said else None
+
+
+def _tokens(text: Sequence[int], characters: int, tokenizer: Tokenizer) -> int:
+    """Smallest number of tokens whose text has at least `characters` characters."""
+    return bisect_left(range(len(text)), characters, key=lambda count: len(tokenizer.decode(text[:count])))

@@ -20,7 +20,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.generate.question import read_system
 from omni.tasks import Task, Turn, system_message
-from train.data.batching.columns import turn_columns
+from train.data.batching.examples import turn_columns
 from train.data.inspect.checks import characters
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, head, text_digest
 from train.data.inspect.options import Target

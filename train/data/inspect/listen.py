@@ -15,7 +15,7 @@ from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, measure
 from train.data.inspect.options import Target, make_folder
 from train.data.inspect.scan import Scan
-from train.data.rows.parquet_files import one_line
+from train.data.rows.files import one_line
 from train.data.rows.row import Row, Sound
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from omni.errors import UserError
 from train.console.progress import Display, Progress
 from train.data.executor import Processes, Result, imap
 from train.data.readers.containers import plain_rows
-from train.data.rows.parquet_files import check_columns, footer, one_line
-from train.data.rows.places import DataFile, find_files, opened, parallel_map, reading
+from train.data.rows.files import check_columns, find_files, footer, one_line, opened, parallel_map
+from train.data.rows.reference import DataFile, reading
 from train.data.rows.row import Row, features, from_plain
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from train.data.readers.records import (
     finite,
     open_binary,
 )
-from train.data.rows.parquet_files import one_line
-from train.data.rows.places import DataFile
+from train.data.rows.files import one_line
+from train.data.rows.reference import DataFile
 
 if TYPE_CHECKING:
     import datasets

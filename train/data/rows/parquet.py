@@ -31,10 +31,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from omni.errors import UserError
 from omni.files import replacing, writing
 from omni.tasks import TASKS
-from train.data.rows.parquet_files import check_columns, has_large_groups, look, one_line, readable, whole
-from train.data.rows.places import DataFile, brought, find_files, open_parquet, parallel_map
+from train.data.rows.files import (
+    DataFile,
+    brought,
+    check_columns,
+    find_files,
+    has_large_groups,
+    look,
+    one_line,
+    open_parquet,
+    parallel_map,
+    readable,
+    whole,
+)
 from train.data.rows.reference import Reference
 from train.data.rows.row import OPTIONAL, Row, features, from_plain, has_codes, inside, to_plain
+from train.data.seeding import WindowDraw, Windows
 
 if TYPE_CHECKING:
     import datasets
@@ -75,7 +87,7 @@ class Needed:
 
     Attributes:
         tasks: names of tasks that rows are used for, unless they name one themselves.
-        words: answers are cut, see `train.data.batching.columns`.
+        words: answers are cut, see `train.data.batching.examples`.
     """
 
     tasks: frozenset[str]
@@ -195,25 +207,37 @@ class OpenFile:
 
 
 class StoredRows:
-    """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names.
+    """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names; a source of a mixture.
 
-    Where a report of `data prepare` or `data filter` beside them says how many rows each file has, a file is opened when its
-    first row is read; otherwise the footers of all are read now. Files of a store are read by ranges. UserError: nothing there,
-    a file that is no Parquet or of another format, or no rows.
+    `stored[i]` is row i of all, `row(i)` of those that are not held out. Where a report of `data prepare` or `data filter`
+    beside them says how many rows each file has, a file is opened when its first row is read; otherwise the footers of all are
+    read now. Files of a store are read by ranges. UserError: nothing there, a file that is no Parquet or of another format, no
+    rows, or none that are not held out.
 
     Args:
         path: the file or folder, or its address; or several of them, one after another.
         cache: folder for Arrow copies, where one is needed; None for that of `datasets`.
         needed: parts of rows that are read, others come as if they were not there; None for all.
+        held_out: number of rows that are left out, evenly spaced, the first of as many equal parts: `held_out_indices`.
+        window: rows are read in pieces (`PIECE`), and each packer keeps about so many; None where they are read one by one.
+
+    Attributes:
+        size: number of rows that are not held out.
+        windows: the order of these where they are read in pieces, else None.
     """
+
+    repeats = False
 
     def __init__(
         self,
         path: str | os.PathLike[str] | Sequence[str],
         cache: str | os.PathLike[str] | None = None,
         needed: Needed | None = None,
+        held_out: int = 0,
+        window: int | None = None,
     ) -> None:
         self.needed = needed
+        self.name = str(path) if isinstance(path, (str, os.PathLike)) else ", ".join(path)
         self._files, counted = list[DataFile](), list[int]()
         large, absent = False, list[set[str]]()
         for location in [path] if isinstance(path, (str, os.PathLike)) else path:
@@ -229,15 +253,20 @@ class StoredRows:
                 raise UserError(f"data {data_files.path} has no rows: prepare the data again")
         self._ends = list(itertools.accumulate(counted))
         self._copied = _arrow_copy(self._files, absent, cache) if large else None
+        if held_out >= len(self):
+            raise UserError(f"held_out is {held_out}, but {self.name} has {len(self)} rows: hold out fewer, none would be left")
+        self._held_out, self.size = range(held_out), len(self) - held_out
+        self.windows = None if window is None else Windows(self._pieces(), -(-window // PIECE))
         self._begin()
 
     def _begin(self) -> None:
         self._process = os.getpid()
         self._open_files: OrderedDict[int, OpenFile] = OrderedDict()
         self._recent: list[KeptGroup] = []
+        self._of_window: dict[int, tuple[tuple[int, int], list[KeptGroup]]] = {}  # by packer: its window, and groups in it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_files": OrderedDict(), "_recent": []}
+        return {**self.__dict__, "_open_files": OrderedDict(), "_recent": [], "_of_window": {}}
 
     def whole(self) -> StoredRows:
         """The same rows, with all their parts."""
@@ -254,12 +283,14 @@ class StoredRows:
         file = bisect.bisect_right(self._ends, index)
         return file, index - (self._ends[file - 1] if file else 0)
 
-    def pieces(self) -> np.ndarray:
-        """Where pieces of `PIECE` rows of a file, or of what is left at its end, start, and the number of all rows, int64."""
+    def _pieces(self) -> np.ndarray:
+        """Where pieces of `PIECE` rows of a file, or of what is left at its end, start, and the number of all rows, int64; of
+        the rows that are not held out."""
         import numpy as np
 
         starts = [range(first, end, PIECE) for first, end in itertools.pairwise([0, *self._ends])]
-        return np.fromiter(itertools.chain(*starts, self._ends[-1:]), np.int64)
+        pieces = np.fromiter(itertools.chain(*starts, self._ends[-1:]), np.int64)
+        return pieces - np.array([self._place(k) for k in self._held_out], np.int64).searchsorted(pieces)
 
     def where(self, index: int) -> str:
         """File and row number within it, for errors."""
@@ -270,12 +301,33 @@ class StoredRows:
         """Row `index`; UserError where it breaks the format, or cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        row = self.read(index, self._recent)
+        row = self._read(index, self._recent)
         del self._recent[:-KEPT_GROUPS]
         return row
 
-    def read(self, index: int, kept: list[KeptGroup]) -> Row:
-        """As `self[index]`, with the row's group, which is in `kept` or is added there."""
+    def identity(self, index: int) -> int:
+        return index
+
+    def row(self, index: int, draw: WindowDraw | None = None) -> Row:
+        """Read row `index` of those that are not held out; its group is kept until the window of the draw ends, if any."""
+        # Held-out row k is at place(k), after place(k) - k other rows: the index skips all held-out rows before this one.
+        number = index + bisect.bisect_right(self._held_out, index, key=lambda k: self._place(k) - k)
+        if draw is None:
+            return self[number]
+        if draw.packer not in self._of_window or self._of_window[draw.packer][0] != draw.window:
+            self._of_window[draw.packer] = draw.window, []
+        return self._read(number, self._of_window[draw.packer][1])
+
+    def held_out_indices(self, count: int) -> list[int]:
+        """Numbers of `count` of the held-out rows, evenly spaced, or of all where there are fewer."""
+        held, asked = self._held_out, min(count, len(self._held_out))
+        return [self._place(held[k * len(held) // asked]) for k in range(asked)]
+
+    def _place(self, k: int) -> int:
+        return k * len(self) // len(self._held_out)
+
+    def _read(self, index: int, kept: list[KeptGroup]) -> Row:
+        """Row `index` of all, with its group, which is in `kept` or is added there."""
         file = self._files[self.locate(index)[0]]  # the folder that references are relative to is None in a store
         return from_plain(self._plain(index, kept), file.parent if isinstance(file, Path) else None, self.where(index))
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
 
 from omni.audio.io import AudioInfo, audio_info, read_audio, read_part
@@ -29,13 +29,15 @@ from omni.audio.resample import resample
 from omni.errors import UserError
 from omni.stores.drivers import StoredObject, look_up
 from omni.stores.pointers import pointed_at
-from omni.stores.reading import ObjectReader, guarded
+from omni.stores.reading import PIECE, ObjectReader, guarded
 from omni.stores.tries import ChangedError, MissingError
 from omni.utils.remote import shown
-from train.data.rows.places import DataFile, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+DataFile: TypeAlias = Path | StoredObject
+"""A file of rows: here, or in a store. Its `name`, and its text for messages, are alike."""
 
 FILE = "file://"
 AGAIN = "prepare the data again"
@@ -235,6 +237,11 @@ def _read(stored_object: StoredObject, part: SoundPart | None) -> Iterator[Binar
 def _crc32(path: str, size: int, time: int) -> int:
     """Checksum of a file of this size and time, which many rows may name."""
     return checksum(Path(path))
+
+
+def reading(file: DataFile) -> BinaryIO:
+    """A file, open for reading from its start to its end: one of a store by large ranges."""
+    return open(file, "rb") if isinstance(file, Path) else io.BufferedReader(ObjectReader(file), PIECE)
 
 
 def checksum(file: DataFile) -> int:

@@ -14,14 +14,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from omni.plugins import Registry, load_plugins
 
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
     from train.console.progress import Progress
-    from train.data.sources.stored import MadeSource
+    from train.data.rows.row import Row
+
+
+class Source(Protocol):
+    """A source of rows by number. `row(index)` is a pure function of the index, so that any draw can be repeated.
+
+    Attributes:
+        size: number of rows, None for an endless source.
+        repeats: rows are drawn again so soon that results computed from them are worth caching.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size(self) -> int | None: ...
+
+    @property
+    def repeats(self) -> bool: ...
+
+    def identity(self, index: int) -> int:
+        """A number that two draws share only where their rows are equal."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """Read or make row `index`; UserError naming it where it is broken."""
+        ...
+
+
+class MadeSource(Source, Protocol):
+    """A source whose rows are made while training. Its `name` is that of its kind."""
+
+    def held_out(self, count: int, seed: int) -> list[Row]:
+        """Makes rows for validation; asked where `SourceOptions.has_held_out`."""
+        ...
 
 
 @dataclass(frozen=True)

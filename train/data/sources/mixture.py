@@ -9,10 +9,10 @@ and after the last. Draws are dealt in blocks, one after another, each by the we
 what those before it leave, in whole rows, and the rest of a row counts in the next block. What a source with no row left would
 take, the others share. To find a draw, the blocks before it are dealt, once.
 
-Where rows of a source are read in windows (`stored`), the row also depends on the number of packers P, of which packer l makes
-the draws l + P k: each mixes the sources of its own draws, and draw number m of a source there is the source's draw l + P m.
-Epochs and limits are as exact as without; shares are, within the draws of each packer. So it is where a source is a stream
-(`streams`), of which each packer has rows of its own, one after another.
+Where rows of a source are read in windows (`seeding.Windows`), the row also depends on the number of packers P, of which packer
+l makes the draws l + P k: each mixes the sources of its own draws, and draw number m of a source there is the source's draw
+l + P m. Epochs and limits are as exact as without; shares are, within the draws of each packer. So it is where a source is a
+stream (`streams`), of which each packer has rows of its own, one after another.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import itertools
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.tasks import find_task
 from omni.utils.configuration import configuration
-from train.data.seeding import seeded_rng, shuffled, shuffled_all
-from train.data.sources.stored import WindowDraw, Windows
-from train.data.sources.streams import StreamDraw
+from train.data.rows.row import Row
+from train.data.seeding import WindowDraw, Windows, seeded_rng, shuffled, shuffled_all
+from train.data.sources.streams import StreamDraw, StreamSource
 
 if TYPE_CHECKING:
-    from train.data.sources.stored import Source
+    from train.data.sources import Source
 
 
 BLOCK, LEAST = 1024, 64
@@ -227,7 +227,9 @@ class Mixture:
         weights: of the sources; places of points are numbers of draws.
         limits: most rows that each source gives, however often it is read to its end; None for any number.
         windows: by the number of a source, the order of its rows where they are read in pieces.
-        streams: numbers of the sources that are streams.
+
+    Attributes:
+        streams: the sources that are streams, by their numbers.
     """
 
     def __init__(
@@ -237,7 +239,6 @@ class Mixture:
         seed: int = 0,
         limits: Sequence[int | None] | None = None,
         windows: Mapping[int, Windows] | None = None,
-        streams: Collection[int] = (),
     ) -> None:
         if len(sources) != len(weights) or not sources:
             raise UserError(f"a mixture of {len(sources)} sources has {len(weights)} weights; give one each, for at least one")
@@ -245,7 +246,8 @@ class Mixture:
         self.sources = list(sources)
         self.seed = seed
         self.weights, self.limits = list(weights), [None] * len(sources) if limits is None else list(limits)
-        self.windows, self.streams = dict(windows or {}), sorted(streams)
+        self.windows = dict(windows or {})
+        self.streams = {i: source for i, source in enumerate(sources) if isinstance(source, StreamSource)}
         self.by_packer = bool(self.windows or self.streams)
         self._shares: dict[tuple[int, int], Shares] = {}  # by packer and their number
         self._blocks: dict[tuple[int, int], tuple[int, list[tuple[int, int]]]] = {}  # the last block of each, and its draws
@@ -275,6 +277,12 @@ class Mixture:
         epoch, position = divmod(count, windows.rows)
         row, start = windows.find(position, packers, self.seed, "epoch", source, epoch)
         return Draw(number, source, row, WindowDraw(packer, (epoch, start)))
+
+    def row(self, draw: Draw) -> Row:
+        """Read or make the row of a draw; UserError where it is broken."""
+        source: Any = self.sources[draw.source]
+        row: Row = source.row(draw.index) if draw.source_draw is None else source.row(draw.index, draw.source_draw)
+        return row
 
     def _shares_of(self, packer: int, packers: int) -> Shares:
         """Shares of the draws of one packer, in which each source's row number m is row packer + packers * m."""

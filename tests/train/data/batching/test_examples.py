@@ -15,8 +15,7 @@ from omni.tasks import TASKS, Turn, example, prompt
 from tests.generate.session_toys import inside
 from tests.test_layout import undelayed
 from tests.train.data.toys import ENCODER, MODELS, TOKENIZER, ToySource, codec_of, maker_of, pipeline_of
-from train.data.batching.columns import turn_columns
-from train.data.batching.examples import Alignment, ExampleMaker, Prepared
+from train.data.batching.examples import Alignment, ExampleMaker, Prepared, turn_columns
 from train.data.batching.packer import PackerShard
 from train.data.build import build_alignment, build_pipeline, held_out_rows
 from train.data.config import AugmentConfig, DataConfig, PackingConfig, SourceConfig
@@ -314,7 +313,7 @@ def test_slower_speech_does_not_leave_the_window_and_padded_models_keep_their_fr
 @pytest.mark.parametrize("short", [0, 512])
 def test_columns_that_are_kept_equal_those_made_again(name, short, monkeypatch):
     """Every task, with answers of no frames and of no text too, twice: made, then from what is kept."""
-    monkeypatch.setattr("train.data.batching.columns.SHORT", short)
+    monkeypatch.setattr("train.data.batching.examples.SHORT", short)
     layout = MODELS[name].layout
     for text in ((), (1, 2, 3)):
         for frames in (0, 1, 4):

@@ -11,8 +11,7 @@ from omni.tasks import TASKS, Turn, example, prompt
 from tests.test_layout import undelayed
 from tests.train.data.batching.test_examples import answer_ids, row_of, turns_of
 from tests.train.data.toys import MODELS, TOKENIZER, maker_of
-from train.data.batching.columns import heard, interrupted, turn_columns
-from train.data.batching.examples import Prepared
+from train.data.batching.examples import Prepared, heard, interrupted, turn_columns
 from train.data.rows.row import RowTurn, Word
 from train.data.seeding import seeded_rng
 

@@ -23,8 +23,8 @@ from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.packer import PackerShard, Pipeline, merge, shard_key
 from train.data.config import PackingConfig
 from train.data.rows import parquet
+from train.data.rows.parquet import StoredRows
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stored import StoredSource
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
 
@@ -84,7 +84,7 @@ def test_stored_rows_of_many_files_go_on_as_if_they_had_not_stopped(room, tmp_pa
         parquet.write_rows(tmp_path / f"{file:02}.parquet", [source.row(4 * file + i) for i in range(4)], row_group=2)
 
     def stored(**state) -> StepLoader:
-        mixture = Mixture([StoredSource(tmp_path)], [1.0], seed=3)
+        mixture = Mixture([StoredRows(tmp_path)], [1.0], seed=3)
         packing = PackingConfig(rows=2, length=160, buffer=6)
         return StepLoader(Pipeline(mixture, [TaskMixture(TASKS)], maker_of(model), packing, 3), 2, **state)
 

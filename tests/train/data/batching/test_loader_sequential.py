@@ -18,12 +18,10 @@ from train.data.batching.loader import StepLoader, process_shards
 from train.data.batching.packer import PackerShard, Pipeline, merge
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.rows import parquet, places
+from train.data.rows import files, parquet
 from train.data.rows.parquet import LeafColumns, Needed, StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn
-from train.data.sources import stored as base
 from train.data.sources.mixture import Draw, Mixture, TaskMixture
-from train.data.sources.stored import StoredSource
 
 MODEL = MODELS["codec2"]
 FILES, GROUP = (11, 14, 0, 6), 3
@@ -33,7 +31,6 @@ ROWS, GROUPS = sum(FILES), 4 + 5 + 0 + 2
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "PIECE", GROUP)
-    monkeypatch.setattr(base, "PIECE", GROUP)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mixture(folder: Path, window: int = 3 * GROUP, held_out: int = 0, **options: Any) -> Mixture:
-    source = StoredSource(folder, held_out=held_out, window=window, **options)
+    source = StoredRows(folder, held_out=held_out, window=window, **options)
     assert source.windows is not None
     return Mixture([source], [1.0], 3, windows={0: source.windows})
 
@@ -57,7 +54,7 @@ def pipeline(folder: Path, mixed: bool = False) -> Pipeline:
     """One source that is gone through in epochs, or two others besides."""
     mix = mixture(folder)
     if mixed:
-        others = [ToySource("others", None, codec_of(MODEL)), StoredSource(folder)]
+        others = [ToySource("others", None, codec_of(MODEL)), StoredRows(folder)]
         mix = Mixture([mix.sources[0], *others], [2.0, 1.0, 1.0], 3, windows=mix.windows)
     packing = PackingConfig(rows=2, length=160, buffer=6)
     return Pipeline(mix, [TaskMixture(TASKS)] * len(mix.sources), maker_of(MODEL), packing, 3)
@@ -65,7 +62,7 @@ def pipeline(folder: Path, mixed: bool = False) -> Pipeline:
 
 def rows_of(mix: Mixture, draws: Iterator[Draw]) -> list[Row]:
     source = mix.sources[0]
-    assert isinstance(source, StoredSource)
+    assert isinstance(source, StoredRows)
     return [source.row(draw.index, draw.source_draw) for draw in draws]
 
 
@@ -94,7 +91,7 @@ def test_a_group_is_opened_once_an_epoch(folder: Path, packers: int, monkeypatch
     for epoch in (1, 2):
         for number in range((epoch - 1) * ROWS, epoch * ROWS):
             rows_of(mix, iter([mix.draw(number, packers)]))
-            kept = mix.sources[0]._read
+            kept = mix.sources[0]._of_window
             assert len(kept) <= packers and all(len(groups) <= 3 for _, groups in kept.values())
         assert len(opened) == GROUPS and opened.total() <= epoch * (GROUPS + packers - 1)
     assert packers > 1 or set(opened.values()) == {2}
@@ -113,7 +110,7 @@ class CountingFile(io.FileIO):
 
 @pytest.mark.parametrize("tasks", [{"T1T2"}, {"A1A2"}])
 def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "opened", lambda file: CountingFile(file))
+    monkeypatch.setattr(files, "opened", lambda file: CountingFile(file))
     monkeypatch.setattr(CountingFile, "read_bytes", 0)
     needed = Needed(frozenset(tasks))
     mix, used = mixture(folder, needed=needed), 0
@@ -122,14 +119,14 @@ def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[st
         paths = needed.first.paths(metadata)
         columns = [metadata.row_group(g).column(c) for g in range(metadata.num_row_groups) for c in range(metadata.num_columns)]
         used += sum(column.total_compressed_size for column in columns if column.path_in_schema in paths)
-    for number in mix.sources[0].rows.pieces()[:-1]:
+    for number in mix.windows[0].starts[:-1]:
         mix.sources[0].row(int(number))  # so that footers have been read
     CountingFile.read_bytes = 0
     rows_of(mix, (mix.draw(number) for number in range(ROWS)))
     assert used <= CountingFile.read_bytes <= 1.2 * used
     CountingFile.read_bytes = 0
     monkeypatch.setattr(parquet, "KEPT_GROUPS", 1)
-    alone = StoredSource(folder, needed=needed)
+    alone = StoredRows(folder, needed=needed)
     for number in sorted(range(ROWS), key=lambda number: number % 7):
         alone.row(number)
     assert CountingFile.read_bytes > 2 * used  # each row with its whole group
@@ -138,8 +135,8 @@ def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[st
 def test_held_out_rows_are_not_drawn_and_all_others_are(folder: Path) -> None:
     mix = mixture(folder, held_out=5)
     source = mix.sources[0]
-    assert isinstance(source, StoredSource)
-    held = {source.rows.where(number) for number in source.held_out_indices(5)}
+    assert isinstance(source, StoredRows)
+    held = {source.where(number) for number in source.held_out_indices(5)}
     for epoch in (0, 1):
         rows = [row.where for row in rows_of(mix, (mix.draw(epoch * source.size + n, 3) for n in range(source.size)))]
         assert len(set(rows)) == len(rows) == ROWS - 5 and not held & set(rows)

@@ -13,10 +13,9 @@ from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of
 from train.data.batching.loader import StepLoader
 from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
-from train.data.rows.parquet import write_rows
+from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stored import StoredSource
 
 MODEL = MODELS["codec2"]
 GROUP = 3
@@ -33,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Unread(StoredSource):
+class Unread(StoredRows):
     """Remembers which rows were asked for; those of `lost` cannot be read."""
 
     def __init__(self, folder: Path, lost: tuple[int, ...] = ()) -> None:
@@ -48,7 +47,7 @@ class Unread(StoredSource):
         return super().row(index)
 
 
-def pipeline(source: StoredSource, broken: str = "error") -> Pipeline:
+def pipeline(source: StoredRows, broken: str = "error") -> Pipeline:
     """A source that is gone through in epochs."""
     packing = PackingConfig(rows=2, length=160, buffer=6)
     return Pipeline(Mixture([source], [1.0]), [TaskMixture(TASKS)], maker_of(MODEL), packing, 3, broken=broken)
@@ -61,13 +60,13 @@ def test_stopped_in_any_epoch_stored_rows_go_on_as_if_nothing_had_stopped(folder
     source = Unread(folder)
     take(StepLoader(pipeline(source), 2), steps)
     assert min(source.asked.count(row) for row in range(source.size)) >= 3  # so that a stop stands in the midst of an epoch
-    whole, wanted, states = StepLoader(pipeline(StoredSource(folder)), 2, workers=workers), [], []
+    whole, wanted, states = StepLoader(pipeline(StoredRows(folder)), 2, workers=workers), [], []
     for _ in range(steps):
         wanted.append(next(whole))
         states.append(plainly_stored(whole.states))
     whole.close()
     for stop in stops:
-        resumed = StepLoader(pipeline(StoredSource(folder)), 2, workers=workers, start_step=stop, states=states[stop - 1])
+        resumed = StepLoader(pipeline(StoredRows(folder)), 2, workers=workers, start_step=stop, states=states[stop - 1])
         same_steps(take(resumed, steps - stop), wanted[stop:])
 
 
@@ -88,20 +87,20 @@ def test_rows_of_a_damaged_page_are_named_or_skipped_and_counted(folder, tmp_pat
     damage(tmp_path / "rows-00001.parquet", 1)
     lost = (8, 9, 10)
     with pytest.raises(UserError, match=r"rows-00001.parquet \(rows 3 to 5\) cannot be read .*prepare it again"):
-        take(StepLoader(pipeline(StoredSource(tmp_path)), 1, workers=workers), 10)
+        take(StepLoader(pipeline(StoredRows(tmp_path)), 1, workers=workers), 10)
 
     wanted = take(StepLoader(pipeline(Unread(folder, lost), "skip"), 2, workers=workers), 4)
-    begun = StepLoader(pipeline(StoredSource(tmp_path), "skip"), 2, workers=workers)
+    begun = StepLoader(pipeline(StoredRows(tmp_path), "skip"), 2, workers=workers)
     found = [next(begun) for _ in range(2)]
     states = plainly_stored(begun.states)
     begun.close()
-    resumed = StepLoader(pipeline(StoredSource(tmp_path), "skip"), 2, workers=workers, start_step=2, states=states)
+    resumed = StepLoader(pipeline(StoredRows(tmp_path), "skip"), 2, workers=workers, start_step=2, states=states)
     found += [next(resumed) for _ in range(2)]
     resumed.close()
     for batch in (batch for step in (*found, *wanted) for batch in step):
         batch.state = {key: value for key, value in batch.state.items() if key != "counts"}  # they name the two folders
     same_steps(found, wanted)
-    mixture = pipeline(StoredSource(folder)).mixture
+    mixture = pipeline(StoredRows(folder)).mixture
     for state in resumed.states.values():
         first, stride = (
             state["packer_shard"] + state["packer_shards"] * state["packer_part"],

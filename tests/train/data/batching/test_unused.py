@@ -13,8 +13,7 @@ from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
 from tests.train.toys import toy_batch, toy_config, toy_fit, toy_parts
 from tests.train.trainer.test_preflight import lacking
 from tests.train.trainer.test_preflight import read as read_recipe
-from train.data.batching.packer import PackerShard, Pipeline
-from train.data.batching.unused import ENOUGH, Counts, Unused
+from train.data.batching.packer import ENOUGH, Counts, PackerShard, Pipeline, Unused
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.sources.mixture import Mixture, TaskMixture

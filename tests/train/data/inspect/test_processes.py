@@ -20,7 +20,7 @@ from train.data.inspect.measures import Codecs
 from train.data.inspect.scan import Scan
 from train.data.inspect.validate import row_checks, validate
 from train.data.prepare.shards import REPORT
-from train.data.rows.places import DataFiles
+from train.data.rows.files import DataFiles
 from train.data.rows.row import Sound
 
 COUNT = 60

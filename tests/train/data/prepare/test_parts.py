@@ -12,7 +12,6 @@ from tests.train.data.prepare.toys import ToySource
 from train.data.prepare import rows as blocks
 from train.data.prepare.config import PrepareConfig
 from train.data.rows.parquet import StoredRows
-from train.data.sources.stored import StoredSource
 
 
 @pytest.mark.parametrize(("total", "count"), [(0, 3), (1, 3), (5000, 7), (10**6, 3), (10**8, 999)])
@@ -34,11 +33,11 @@ def test_parts_are_the_rows_of_one_preparation(count, tmp_path):
     assert sum(tally.rows for tally in done) == 196 and sum(tally.broken for tally in done) == 4
     ids = [row.id for place in places for row in StoredRows(place, tmp_path / "cache")]
     assert ids == [row.id for row in StoredRows(tmp_path / "whole", tmp_path / "cache")]
-    joined = StoredSource([str(place) for place in places], tmp_path / "cache", held_out=4, window=2)
-    whole = StoredSource(tmp_path / "whole", tmp_path / "cache", held_out=4)
+    joined = StoredRows([str(place) for place in places], tmp_path / "cache", held_out=4, window=2)
+    whole = StoredRows(tmp_path / "whole", tmp_path / "cache", held_out=4)
     assert [joined.row(i).id for i in range(joined.size)] == [whole.row(i).id for i in range(whole.size)]
-    held = [[rows.rows[i].id for i in rows.held_out_indices(4)] for rows in (joined, whole)]
-    assert held[0] == held[1] and joined.rows.where(195).startswith(f"{places[-1]}/rows-")
+    held = [[rows[i].id for i in rows.held_out_indices(4)] for rows in (joined, whole)]
+    assert held[0] == held[1] and joined.where(195).startswith(f"{places[-1]}/rows-")
     assert joined.windows is not None and joined.windows.rows == 192
     assert len(StoredRows(places[1])) == done[1].rows
     assert (places[-1] / "broken.csv").read_text().splitlines()[1:] == ["130,toy.jsonl row 130,no such recording"]

@@ -14,13 +14,11 @@ from omni.tasks import TASKS
 from tests.train.data.rows.test_rows import rows
 from tests.train.data.toys import MODELS, maker_of
 from train.data.batching.examples import Example
-from train.data.batching.packer import Pipeline
-from train.data.batching.unused import Unused
+from train.data.batching.packer import Pipeline, Unused
 from train.data.config import PackingConfig
 from train.data.rows.parquet import PARTS, Needed, StoredRows, write_rows
 from train.data.rows.row import Row, Sound, Word, to_plain
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stored import StoredSource
 
 MODEL = MODELS["codec2"]
 SETS = [["T1T2"], ["A1T1"], ["T1A1"], ["A1A2"], ["T1T2", "A1T2"], ["T1A2", "A1T1"], []]
@@ -80,7 +78,7 @@ def test_rows_have_what_their_tasks_need_and_lack_the_rest(words, heard_only, fo
 
 def examples(folder: Path, tasks: dict[str, float], whole: bool, heard_only: bool, cut: float) -> list[Example | Unused]:
     needed = None if whole else Needed(frozenset(tasks), cut > 0, heard_only)
-    mixture = Mixture([StoredSource(folder, needed=needed)], [1.0], 5)
+    mixture = Mixture([StoredRows(folder, needed=needed)], [1.0], 5)
     maker = maker_of(MODEL, heard_only=heard_only, cut=cut)
     packing = PackingConfig(rows=2, length=1000, buffer=6, too_long="skip")
     pipeline = Pipeline(mixture, [TaskMixture(tasks)], maker, packing, 5, broken="skip")

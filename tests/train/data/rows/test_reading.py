@@ -23,7 +23,6 @@ from tests.train.data.toys import report
 from train.data.rows import parquet
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import features, to_plain
-from train.data.sources.stored import StoredSource
 
 ROWS = rows(40, turns=2)
 
@@ -75,7 +74,7 @@ def test_rows_are_the_same_with_a_report_in_any_order(plain, folder):
     for bad in (-1, 40):
         with pytest.raises(IndexError):
             stored[bad]
-    held = StoredSource(folder, held_out=8)
+    held = StoredRows(folder, held_out=8)
     assert (held.size, held.row(0).id, held.held_out_indices(2)) == (32, "1", [0, 20])
 
 

@@ -15,10 +15,9 @@ import torch
 from omni.codec.registry import code_orders
 from omni.errors import UserError
 from tests.train.data.toys import ToyCodec, ToySource
+from train.data.rows.files import sample_rows
 from train.data.rows.parquet import StoredRows, write_rows
-from train.data.rows.parquet_files import sample_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word, inside
-from train.data.sources.stored import StoredSource
 
 CODEC = ToyCodec((12, 12, 6, 8))
 
@@ -53,7 +52,7 @@ def test_a_folder_of_files_is_one_list_and_numbers_stay_with_the_file(tmp_path):
     wanted = rows(7)
     for name, part in (("a", wanted[:2]), ("b", wanted[2:6]), ("c", wanted[6:])):
         write_rows(tmp_path / f"{name}.parquet", part)
-    source = StoredSource(tmp_path, tmp_path / "cache")
+    source = StoredRows(tmp_path, tmp_path / "cache")
     assert source.size == 7
     for i, row in enumerate(wanted):
         same(source.row(i), row)

@@ -15,7 +15,6 @@ from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.sources.mixture import Mixture, TaskMixture
-from train.data.sources.stored import StoredSource
 
 MODEL = MODELS["codec2"]
 
@@ -34,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(path: str | Path, workers: int = 0) -> list[Any]:
-    source = StoredSource(path)
+    source = StoredRows(path)
     source.name = "rows"  # which is the path, and in a batch's counts
     sources = Mixture([source], [1.0], 3)
     pipeline = Pipeline(sources, [TaskMixture(TASKS)], maker_of(MODEL), PackingConfig(2, 128, 4), 3)
@@ -79,9 +78,9 @@ def test_without_a_report_that_fits_files_are_looked_at(bucket: Any, folder: Pat
 def test_rows_are_read_in_pieces_from_where_they_are(bucket: Any, folder: Path) -> None:
     address = bucket.put_all(folder, "rows")
     bucket.server.seen.clear()
-    source = StoredSource(address, window=2)
+    source = StoredRows(address, window=2)
     assert bucket.server.seen == {"LIST": 1, "GET": 2} and source.size == 16
-    rows, same = pickle.loads(pickle.dumps(source.rows)), StoredRows(folder)
+    rows, same = pickle.loads(pickle.dumps(source)), StoredRows(folder)
     assert [row.id for row in rows] == [row.id for row in same] and rows.where(6) == f"{address}/rows-00001.parquet row 1"
     assert source.windows is not None
     sources = Mixture([source], [1.0], 3, windows={0: source.windows})

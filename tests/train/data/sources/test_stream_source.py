@@ -21,8 +21,7 @@ from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TOKENIZER, codec_of
 from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Pipeline
-from train.data.batching.unused import Unused
+from train.data.batching.packer import Pipeline, Unused
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.prepare.config import PrepareConfig
@@ -175,7 +174,7 @@ def test_packers_together_draw_each_row_once_an_epoch(data: dict[str, Path]) -> 
     """Two have two shards and one; four share them, one of which two read."""
     for packers in (2, 4):
         pipe, seen = pipeline(data["tar"], "tar"), Counter[str]()
-        source = next(iter(pipe.streams()))[1]
+        source = pipe.mixture.streams[0]
         for packer in range(packers):
             opened: list[int] = []
             stream = source._stream(packer, packers)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from tests.train.data.toys import MODELS, ToySource, codec_of
-from train.data.seeding import shuffled, shuffled_all
+from train.data.seeding import Windows, shuffled, shuffled_all
 from train.data.sources import mixture as shares
 from train.data.sources.mixture import Draw, Mixture, UsedUp
-from train.data.sources.stored import Windows
 
 CODEC = codec_of(MODELS["codec2"])
 SIZES = {
