@@ -87,7 +87,7 @@ class Needed:
 
     Attributes:
         tasks: names of tasks that rows are used for, unless they name one themselves.
-        words: answers are cut, see `train.data.batching.examples`.
+        words: answers are cut.
     """
 
     tasks: frozenset[str]
