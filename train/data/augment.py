@@ -5,8 +5,7 @@ in place. Augmentations that are switched off draw no random numbers.
 
     generator = torch.Generator().manual_seed(seed)
     audio = augment_audio(audio, config, generator)   # its length may change: count frames afterwards
-    mel = augment_mel(features(audio, ...), config, generator)
-    mel, voice = augment_turn(mel, voice, config, generator, rate)  # the same, with pauses, and where there is speech
+    mel, voice = augment_mel(features(audio, ...), config, generator, voice=voice)
 
 Features are Whisper's, x = (log10(power) + 4) / 4, from which power is recovered: noise is added as power, and Whisper's floor
 is applied again.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import log
 from pathlib import Path
 from typing import NamedTuple
@@ -38,18 +37,13 @@ def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) ->
     """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed. UserError: the noise folder is
     missing or holds no sound, or one of its files cannot be read."""
     if config.speed is not None:
-        audio = change_speed(audio, _uniform(config.speed, generator))
+        audio = resample(audio, round(100 * _uniform(config.speed, generator)), 100)  # steps of 0.01, so filters are reused
     if config.noise_snr_db is not None and _uniform((0.0, 1.0), generator) < config.noise_probability:
         noise = _noise(audio.shape[-1], config, generator)
         audio = add_noise(audio, noise, _uniform(config.noise_snr_db, generator))
     if config.gain_db is not None:
         audio = audio * 10.0 ** (_uniform(config.gain_db, generator) / 20.0)
     return audio
-
-
-def change_speed(audio: Tensor, factor: float) -> Tensor:
-    """Play `[S]` `factor` times as fast, pitch included, by resampling; rounded to 0.01, so filters are reused."""
-    return resample(audio, round(100 * factor), 100)
 
 
 def add_noise(audio: Tensor, noise: Tensor, snr_db: float) -> Tensor:
@@ -68,35 +62,33 @@ def coloured_noise(samples: int, colour: float, generator: Generator) -> Tensor:
 
 
 def augment_mel(
-    mel: Tensor, config: AugmentConfig, generator: Generator, *, frames: int | None = None, floor: float | None = None
-) -> Tensor:
-    """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean: `[M, F']`.
-
-    F' differs from F only under `warp_speed`. frames: number of frames with sound, where the features fill a padded window:
-    time masks are drawn within them, and warp, shape, feature noise and feature gain, which would change the silence after the
-    sound too, are left out. floor: the least value of a feature, where it does not follow from the clip. Returned as it is
-    where nothing is switched on. Source of the masks: Park et al. 2019, "SpecAugment", frequency and time masking.
-    """
-    if frames is None:
-        mel = _vary(_Sound(mel), config, generator, floor).mel
-    return _mask(mel, config, generator, frames)
-
-
-def augment_turn(
-    mel: Tensor, voice: Tensor | None, config: AugmentConfig, generator: Generator, rate: float, floor: float
+    mel: Tensor,
+    config: AugmentConfig,
+    generator: Generator,
+    *,
+    voice: Tensor | None = None,
+    frames: int | None = None,
+    floor: float | None = None,
+    rate: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `augment_mel` of features `[M, F]` that have only sound, with the pauses of the configuration besides.
+    """Vary features `[M, F]`, then mask runs of bands and of frames with the clip's mean. Source of the masks: Park et al.
+    2019, "SpecAugment", frequency and time masking.
 
     Pauses are at the floor, before echo and noise are added, which they get like the rest. Time masks leave them alone: where a
-    mask hides them, nothing shows that nobody speaks. Returns features `[M, F']`, and frames with speech [F'].
+    mask hides them, nothing shows that nobody speaks. Returns features `[M, F']`, as they are where nothing is switched on, and
+    frames with speech [F']; F' differs from F under `warp_speed` and `pauses`.
 
     Args:
         voice: frames with speech [F] bool, None where nobody asks for them.
-        rate: feature frames of a second.
-        floor: the least value of a feature.
+        frames: number of frames with sound, where the features fill a padded window: time masks are drawn within them, and all
+            else, which would change the silence after the sound too, is left out.
+        floor: the least value of a feature, where it does not follow from the clip.
+        rate: feature frames of a second; None for no pauses.
     """
-    sound = _vary(_Sound(mel, voice), config, generator, floor, rate)
-    return _mask(sound.mel, config, generator, None, sound.silent), sound.voice
+    silent = None
+    if frames is None:
+        mel, voice, silent = _vary(mel, voice, config, generator, floor, rate)
+    return _mask(mel, config, generator, frames, silent), voice
 
 
 def _mask(
@@ -124,7 +116,7 @@ def _mask(
 # ---------------------------------------------------------------------------------------------------- drawing
 
 
-class _Sound(NamedTuple):
+class _Features(NamedTuple):
     """Features `[M, F]`, frames with speech and frames that were put in `[F]` bool; None where nobody asks, or none were."""
 
     mel: Tensor
@@ -132,10 +124,11 @@ class _Sound(NamedTuple):
     silent: Tensor | None = None
 
 
-def _vary(sound: _Sound, config: AugmentConfig, generator: Generator, floor: float | None, rate: float | None = None) -> _Sound:
-    """Vary speaker, pauses, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`. rate: feature frames
-    of a second; None for no pauses."""
-    mel, voice, silent = sound
+def _vary(
+    mel: Tensor, voice: Tensor | None, config: AugmentConfig, generator: Generator, floor: float | None, rate: float | None
+) -> _Features:
+    """Vary speaker, pauses, room, noise and loudness in features `[M, F]`, without their sound: `[M, F']`."""
+    silent = None
     pausing = (
         config.pauses is not None
         and rate is not None
@@ -144,7 +137,7 @@ def _vary(sound: _Sound, config: AugmentConfig, generator: Generator, floor: flo
     varied = (config.warp_speed, config.warp_bands, config.feature_shape_db, config.feature_noise, config.feature_gain_db)
     rooms = (config.feature_echo, config.feature_range)
     if not any(varied + rooms) and not pausing:
-        return sound
+        return _Features(mel, voice)
     # All numbers are drawn at once, at a seventh of the cost of single draws.
     places = torch.rand(11 if any(rooms) else 7, generator=generator, dtype=torch.float64).tolist()
     if config.warp_speed is not None or config.warp_bands is not None:
@@ -167,12 +160,12 @@ def _vary(sound: _Sound, config: AugmentConfig, generator: Generator, floor: flo
     if config.feature_gain_db is not None:
         louder = mel + _between(config.feature_gain_db, places[6]) / 40.0  # a feature is log10 of power, over 4
         mel = louder if floor is None else torch.where(mel > floor, louder, floor)
-    return _Sound(mel if floor is None else mel.clamp_min(floor), voice, silent)
+    return _Features(mel if floor is None else mel.clamp_min(floor), voice, silent)
 
 
 def _with_pauses(
     mel: Tensor, voice: Tensor | None, config: AugmentConfig, generator: Generator, rate: float, floor: float
-) -> _Sound:
+) -> _Features:
     """Put silence between words, and around the sound."""
     assert config.pauses is not None
     draws = torch.rand(8, generator=generator, dtype=torch.float64).tolist()
@@ -187,9 +180,9 @@ def _with_pauses(
                 runs.append((at, round(rate * _between(config.pauses, seconds))))
     runs = sorted((at, frames) for at, frames in runs if frames)
     if not runs:
-        return _Sound(mel, voice)
+        return _Features(mel, voice)
     silent = insert(torch.zeros(length, dtype=torch.bool), runs, True)
-    return _Sound(insert(mel, runs, floor), None if voice is None else insert(voice, runs, False), silent)
+    return _Features(insert(mel, runs, floor), None if voice is None else insert(voice, runs, False), silent)
 
 
 def _uniform(bounds: Range, generator: Generator) -> float:
@@ -198,11 +191,6 @@ def _uniform(bounds: Range, generator: Generator) -> float:
 
 def _between(bounds: Range, share: float) -> float:
     return bounds[0] + (bounds[1] - bounds[0]) * share
-
-
-def _integer(high: int, generator: Generator) -> int:
-    """Uniform in 0 .. high, both included."""
-    return int(torch.randint(high + 1, (), generator=generator))
 
 
 def _run(length: int, widest: int, draws: tuple[float, float]) -> tuple[int, int]:
@@ -214,11 +202,14 @@ def _run(length: int, widest: int, draws: tuple[float, float]) -> tuple[int, int
 def _noise(samples: int, config: AugmentConfig, generator: Generator) -> Tensor:
     if config.noise_folder is not None and _uniform((0.0, 1.0), generator) < config.noise_file_probability:
         files = noise_files(config.noise_folder)
-        noise = _noise_file(files[_integer(len(files) - 1, generator)])
-        start = _integer(noise.shape[0] - 1, generator)
+        noise = _recording(files[int(torch.randint(len(files), (), generator=generator))])
+        start = int(torch.randint(noise.shape[0], (), generator=generator))
         repeats = -(-(start + samples) // noise.shape[0])
         return noise.repeat(repeats)[start : start + samples]
     return coloured_noise(samples, _uniform(config.noise_colour, generator), generator)
+
+
+_recording = lru_cache(maxsize=64)(partial(read_audio, sample_rate=SAMPLE_RATE))
 
 
 @lru_cache(maxsize=8)
@@ -230,11 +221,6 @@ def noise_files(folder: str) -> tuple[str, ...]:
     if not files:
         raise UserError(f"augment.noise_folder={folder!r} holds no {', '.join(SUFFIXES[:4])} file")
     return files
-
-
-@lru_cache(maxsize=64)
-def _noise_file(path: str) -> Tensor:
-    return read_audio(path, SAMPLE_RATE)
 
 
 @lru_cache(maxsize=256)

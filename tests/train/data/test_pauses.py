@@ -11,13 +11,14 @@ from torch import Generator, Tensor
 from omni.audio.mel import LOWEST
 from omni.config import ModelConfig
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
-from train.data.augment import augment_mel, augment_turn, energy, gaps, insert, speech
+from train.data.augment import augment_mel, energy, gaps, insert, speech
 from train.data.batching.batch import assemble
 from train.data.batching.examples import Clip, Example, Prepared, turn_labels
 from train.data.config import AugmentConfig
 from train.data.rows.row import Row, Sound
 
 PAUSES = AugmentConfig(pauses=(0.2, 0.5), pause_probability=1.0)
+TURN = {"floor": LOWEST, "rate": 100.0}
 WARPED = AugmentConfig(warp_speed=(0.8, 1.2), warp_bands=(0.9, 1.1), feature_noise=(-6, -1), feature_gain_db=(-16, 8))
 CHUNKED: ModelConfig = replace(
     MODELS["codec2"], encoder=replace(MODELS["codec2"].encoder, mode="chunked", long_audio="split"), turn=True
@@ -63,10 +64,10 @@ def test_labels_frame_by_frame() -> None:
 @pytest.mark.parametrize("config", [AugmentConfig(), WARPED, replace(WARPED, time_masks=2, freq_masks=1, feature_echo=(5, 35))])
 def test_where_nothing_is_put_in_nothing_changes(config: AugmentConfig) -> None:
     mel = torch.randn(80, 70, generator=seeded(0)) * 0.3
-    wanted = augment_mel(mel, config, seeded(3), floor=LOWEST)
+    wanted, _ = augment_mel(mel, config, seeded(3), floor=LOWEST)
     off = replace(config, pauses=(0.2, 0.5), pause_probability=0.0, pause_before=(0.0, 0.0), pause_after=(0.0, 0.0))
     for one in (config, off):
-        found, voice = augment_turn(mel, speech(mel), one, seeded(3), 100.0, LOWEST)
+        found, voice = augment_mel(mel, one, seeded(3), voice=speech(mel), **TURN)
         assert found.equal(wanted) and voice is not None and len(voice) == found.shape[1]
 
 
@@ -74,8 +75,8 @@ def test_pauses_are_silence_that_is_put_in_and_voice_follows() -> None:
     mel = words(LOWEST, 1.0, LOWEST, 1.0, LOWEST, 1.0, LOWEST)
     counts = set()
     for seed in range(30):
-        found, voice = augment_turn(mel, speech(mel), PAUSES, seeded(seed), 100.0, LOWEST)
-        again, _ = augment_turn(mel, None, PAUSES, seeded(seed), 100.0, LOWEST)
+        found, voice = augment_mel(mel, PAUSES, seeded(seed), voice=speech(mel), **TURN)
+        again, _ = augment_mel(mel, PAUSES, seeded(seed), **TURN)
         assert voice is not None and again.equal(found)
         assert voice.equal(speech(found))
         assert found[:, voice].equal(mel[:, speech(mel)]) and (found[:, ~voice] == LOWEST).all()
@@ -93,13 +94,12 @@ def test_masks_leave_pauses_alone_and_noise_reaches_them() -> None:
     masks = AugmentConfig(
         pauses=(0.2, 0.5), pause_before=(0.5, 0.5), pause_after=(0.5, 0.5), time_masks=6, time_width=60, time_fraction=1.0
     )
-    found, voice = augment_turn(mel, speech(mel), masks, seeded(0), 100.0, LOWEST)
+    found, voice = augment_mel(mel, masks, seeded(0), voice=speech(mel), **TURN)
     assert voice is not None and (found[:, ~voice] == LOWEST).all() and (found[:, voice] != mel).any()
     changed = found[:, voice][found[:, voice] != mel]
     assert torch.allclose(changed, mel.mean())
-    noisy, _ = augment_turn(
-        mel, None, replace(PAUSES, feature_noise=(-2, -1), feature_noise_probability=1.0), seeded(0), 100, LOWEST
-    )
+    config = replace(PAUSES, feature_noise=(-2, -1), feature_noise_probability=1.0)
+    noisy, _ = augment_mel(mel, config, seeded(0), **TURN)
     assert (noisy[:, :1] > LOWEST).any()
 
 

@@ -28,7 +28,7 @@ from omni.layout import IGNORE, Layout
 from omni.model.multitask_projector import SHARING
 from omni.tasks import TASKS, Columns, Turn, answer, find_task, join, prompt, system_message
 from omni.text import Tokenizer
-from train.data.augment import augment_audio, augment_mel, augment_turn, speech
+from train.data.augment import augment_audio, augment_mel, speech
 from train.data.config import AlignmentKind, AugmentConfig
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import seeded_generator, seeded_rng
@@ -352,13 +352,10 @@ class ExampleMaker:
         assert self.augment is not None
         encoder, generator, (mel, frames, voice) = self.model.encoder, seeded_generator(self.seed, *key), heard
         if encoder.fixed_length:
-            changed = augment_mel(mel, self.augment, generator, frames=min(2 * frames, mel.shape[1]))
+            changed, _ = augment_mel(mel, self.augment, generator, frames=min(2 * frames, mel.shape[1]))
             return ClipFeatures(changed, frames)
-        if encoder.feature_floor is None:
-            changed = augment_mel(mel, self.augment, generator)
-        else:
-            rate = encoder.frames_per_second * encoder.feature_frames(1)
-            changed, voice = augment_turn(mel, voice, self.augment, generator, rate, encoder.feature_floor)
+        floor, rate = encoder.feature_floor, encoder.frames_per_second * encoder.feature_frames(1)
+        changed, voice = augment_mel(mel, self.augment, generator, voice=voice, floor=floor, rate=rate)
         if changed.shape[1] > encoder.feature_frames(encoder.positions):  # as in `_features`
             return heard
         return ClipFeatures(changed, encoder.frames_of(changed.shape[1]), voice)
