@@ -168,7 +168,7 @@ class Running:
     """The turn that is being answered, or that was answered last.
 
     Attributes:
-        exchange: the question; before: the conversation before it was asked.
+        number: of the session's link; exchange: the question; before: the conversation before it was asked.
         said: the exchanges of `columns`, of which some may wait for the encoder.
         columns, keys: the whole conversation up to the end of the question.
         outlet: takes its events.
@@ -186,6 +186,7 @@ class Running:
         lateness: largest number of seconds by which a chunk came after it was due; `underruns`, how often one did.
     """
 
+    number: int
     exchange: Exchange
     before: list[Exchange]
     said: Sequence[Exchange]

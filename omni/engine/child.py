@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.engine.handler import MessageHandler
+from omni.engine.conversation import MessageHandler
 from omni.engine.wire import CodedSound, Item, ModelFacts, pack, pack_error, unpack
 from omni.errors import SoundWarning, UserError
 from omni.generate.results import Event
@@ -84,12 +84,6 @@ class Outbox:
         self._thread = threading.Thread(target=self._run, name="omni-send", daemon=True)
         self._thread.start()
 
-    def listener(self, answer: int) -> SentAnswer:
-        return SentAnswer(self, answer)
-
-    def turn(self, sound: int) -> Callable[[int, Tensor], None]:
-        return lambda first, new: self.send(("turn", sound, first, new))
-
     def note(self, answer: SentAnswer) -> None:
         """Note that an answer has something to send; from any thread, as `send`."""
         self._noted.append(answer)
@@ -129,6 +123,9 @@ def _all(waiting: deque[Any]) -> list[Any]:
 AT_ONCE = ("taken", "stop", "let_go", "hear", "drop_sound", "abandon")
 """Messages that the reader sees to itself, which wait for nobody; others are given to other threads."""
 
+OWN = ("session", "call", "drain")
+"""Messages that are for no conversation."""
+
 NEW = ("session", "listen", "ask")
 """Messages that are refused once it drains."""
 
@@ -144,7 +141,7 @@ class Child(MessageHandler):
         self._gone = threading.Event()  # the other process has ended, or asked for the end
         self._until: float | None = None  # time at which answers under way are cut, once it drains
         self._outbox = Outbox(pipe, self._gone)
-        super().__init__(self._outbox)
+        super().__init__()
         self._pool = ThreadPoolExecutor(8, "omni-request", self._prepare)
         threading.Thread(target=self._read, name="omni-read", daemon=True).start()
 
@@ -161,16 +158,26 @@ class Child(MessageHandler):
         while not self._gone.wait(LOOK):
             if os.getppid() != parent:
                 return  # and nobody reads any more
-            if self._until is not None and (not self.answers or time.monotonic() > self._until):
+            if self._until is not None and (time.monotonic() > self._until or not self._under_way):
                 break
         self._until = 0.0
-        for number in list(self.conversations):
-            self.close(number)
+        for conversation in list(self.conversations.values()):
+            conversation.close()
         self._lm.engine.close()
         self._outbox.finish()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def _under_way(self) -> bool:
+        return any(conversation.under_way is not None for conversation in list(self.conversations.values()))
+
     # --- messages -----------------------------------------------------------------------------------------------------
+
+    def listener(self, answer: int) -> SentAnswer:
+        return SentAnswer(self._outbox, answer)
+
+    def turn(self, sound: int) -> Callable[[int, Tensor], None]:
+        return lambda first, new: self._outbox.send(("turn", sound, first, new))
 
     def _read(self) -> None:
         try:
@@ -188,7 +195,7 @@ class Child(MessageHandler):
         try:
             if name in NEW and self._until is not None:
                 raise UserError("this engine is about to end, and takes no new questions; ask another one")
-            item: Item = ("reply", request, getattr(self, name)(*args))
+            item: Item = ("reply", request, getattr(self, name)(*args) if name in OWN else self.request(name, *args))
             if request:
                 pack([item])
         except BaseException as error:
@@ -198,7 +205,7 @@ class Child(MessageHandler):
 
     def session(self, number: int, values: Mapping[str, Any]) -> None:
         """Start a conversation."""
-        self.conversations[number] = self._lm.conversation(**values)
+        self.add(number, self._lm.conversation(**values))
 
     def call(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> Any:
         """A method or a property of the `SpeechLM`, by its name; `engine.` before it for the engine's."""

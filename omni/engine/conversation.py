@@ -1,4 +1,4 @@
-"""A conversation of several turns, as the engine has it: over the rows of one cache.
+"""A conversation of several turns, as the engine has it: over the rows of one cache; and who takes the messages for it.
 
 The history holds only what was delivered: an answer that was cancelled, or interrupted while it played, is kept as the offline
 layout of the text and the frames that reached the listener. The last column of an answer, and all columns in which the cache
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,17 +26,19 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.engine.answer import EventOutlet, Pace, Running, WhenFull
 from omni.engine.engine import Engine
+from omni.engine.listener import Link, Listener
 from omni.engine.prefill_ahead import Listen, plan
 from omni.engine.slots import Seat
+from omni.engine.wire import is_portable
 from omni.errors import UserError
-from omni.generate.answer_stream import DeliveredPart, delivered_part
+from omni.generate.answer_stream import DeliveredPart
 from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.history import Exchange, Past, check_room, fit
 from omni.generate.messages import Message, messages, save_conversation
 from omni.generate.options import AnswerOptions
 from omni.generate.question import Asked, read_system
 from omni.generate.reply import Limits, Reply
-from omni.generate.results import Clock
+from omni.generate.results import Clock, Ended, Reason
 from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
@@ -46,7 +49,8 @@ from omni.text import Tokenizer
 
 
 class Conversation:
-    """One conversation, with one answer at a time; `MessageHandler` calls it for its session.
+    """One conversation, with one answer at a time. Its session calls it by messages (`MessageHandler`): answers and sounds are
+    known by numbers, and one that is not there any more, or not yet, is passed over, since messages overtake each other.
 
     Args:
         context: positions that the conversation may fill.
@@ -56,9 +60,11 @@ class Conversation:
         sound: decode the answers' codes, where there is a codec.
 
     Attributes:
-        newest: number of the last answer, 0 for none.
-        gone: number of the newest answer that nobody wants, perhaps before it was asked: messages overtake each other.
+        under_way: the last answer, until it is settled.
+        handler: that has it, by its number.
     """
+
+    handler: MessageHandler
 
     def __init__(
         self,
@@ -96,8 +102,9 @@ class Conversation:
         self._hears: FeatureStream | None = None  # the next question, while its sound comes, and its number
         self._sound_number = 0
         self._last: Running | None = None
+        self.under_way: Running | None = None
+        self._gone = 0  # number of the newest answer that nobody wants, perhaps before it was asked
         self._lock = threading.RLock()  # guards the history and the last answer
-        self.newest = self.gone = 0
 
     def check(self) -> Seat:
         """UserError where no question is taken: the engine or the conversation is closed."""
@@ -106,28 +113,47 @@ class Conversation:
 
     # --- the question ---------------------------------------------------------------------------------------------
 
-    def lay_out(
-        self, asked: Asked, seed: int | None, clock: Clock, outlet: EventOutlet, heard: FeatureStream | None
-    ) -> Running:
-        """A question's answer, for `begin`; the last one is settled first. `heard`: its sound, where it was listened to."""
+    def ask(self, number: int, asked: Asked, seed: int | None, clock: Clock) -> None:
+        """Answer a question; of one that was listened to, or that is still coming, `asked.heard` has the number. UserError
+        where the engine does not take it, and nothing is left of it then."""
+        running = self.lay_out(number, asked, seed, clock)
+        try:
+            if self._gone < number:
+                self._engine.hear(running)
+                self._engine.ask([running])
+        except BaseException:
+            self._withdraw(running)
+            raise
+        if self._gone >= number:
+            self.let_go(number, 0)
+
+    def lay_out(self, number: int, asked: Asked, seed: int | None, clock: Clock) -> Running:
+        """A question's answer, which the engine was not asked for yet; the last one is settled first."""
+        known, stream = None, None
+        if isinstance(asked.heard, tuple):
+            known = self.handler.request("sound_so_far", *asked.heard)
+        elif asked.heard is not None:
+            stream = self.stream(asked.heard)
+            assert stream is not None
+            asked = replace(asked, clip=stream.sound)
+        elif asked.clip is not None:
+            asked = replace(asked, clip=asked.clip.clone())  # a caller may fill its buffer again
         with ExitStack() as held:
             held.enter_context(kept(self.model, [self._selection]))
             active = selection_of(self.model, [self._selection])  # its adapter may have been removed since
             layout, options, task = self.model.layout, self.options, asked.task
             frames, most = options.limits(task, self.codec, layout.max_delay)
-            codec = self.codec if self._sound else None
-            limits = Limits(frames, most, options.stops, options.max_silence)
-            reply = Reply(layout, task, self.tokenizer, codec, limits, self.time)
+            codec, outlet = self.codec if self._sound else None, self.handler.listener(number)
+            reply = Reply(
+                layout, task, self.tokenizer, codec, Limits(frames, most, options.stops, options.max_silence), self.time
+            )
             with self._lock:
                 seat = self._open()
                 if self._last is not None:
                     self._settle(self._last)
-                clip = asked.clip
-                if clip is not None and heard is None:
-                    clip = clip.clone()  # a caller may fill its buffer again
-                before, exchange = self._past, Exchange(asked.turn, self._asked, clip, None, asked.prepared, heard)
-                if isinstance(asked.heard, KnownFeatures):
-                    exchange.features, exchange.sound = asked.heard.features, asked.heard.number
+                before, exchange = self._past, Exchange(asked.turn, self._asked, asked.clip, None, asked.prepared, stream)
+                if known is not None:
+                    exchange.features, exchange.sound = known.features, known.number
                     exchange.turn = replace(asked.turn, features=len(exchange.features))
                 room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
                 self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
@@ -137,7 +163,8 @@ class Conversation:
                 if options.text_assist and task.text and task.audio:
                     fork = prompt(layout, replace(exchange.turn, task=find_writer(task))).tokens[:, -1]
                 position, selection = len(keys) - 1, self._selection
-                running = Running(
+                self._last = self.under_way = running = Running(
+                    number=number,
                     exchange=exchange,
                     before=before,
                     said=(*self._past, exchange),
@@ -155,61 +182,61 @@ class Conversation:
                     pace=self._pace,
                     when_full=self._when_full,
                 )
-                self._last = running
-                if heard is not None:
-                    heard.forget_peeked()
-                    self._end_listening(heard)
+                if outlet.decodes and codec is not None and options.max_silence is None:  # silence is listened to here
+                    running.coded = task.audio and is_portable(codec)
+                if stream is not None:
+                    stream.forget_peeked()
+                    self._end_listening(stream)
                 self._listen()
         return running
 
-    def begin(self, running: Running) -> None:
-        """Give the engine a question that was laid out; UserError where it does not take it, and nothing is left of it then."""
-        try:
-            self._engine.hear(running)
-            self._engine.ask([running])
-        except BaseException:
-            self.withdraw(running)
-            raise
-
-    def withdraw(self, running: Running) -> None:
+    def withdraw(self, number: int, taken: int) -> Ended | None:
         """Continue as if a question had not been asked."""
+        running = self._close_answer(number, taken)
+        if self._last is not None and self._last.number == number:
+            self._withdraw(self._last)
+        return None if running is None else running.end()
+
+    def _withdraw(self, running: Running) -> None:
         with self._lock:
             if self._last is running:
                 self._past, self._asked = running.before, running.exchange.number
+                self._last = self.under_way = None
             running.settled = True
             self._engine.stop(running)
             self._listen()
 
     # --- the next question, while its sound comes ---------------------------------------------------------------------
 
-    def open_sound(self, sound: int, task: str, put: Callable[[int, Tensor], None] | None) -> None:
-        """Listen to the next question, under a number. `put` is given what the model's turn head says of its frames."""
+    def listen(self, sound: int, task: str, turn: bool) -> None:
+        """Listen to the next question, under a number; with `turn` to where it ends, too."""
         with self._lock:
             self._open()
             if self._hears is not None:
                 self._hears.closed = True
+            put = self.handler.turn(sound) if turn else None
             self._hears, self._sound_number = FeatureStream(self.model, task, put), sound
             self._listen()
 
-    def hears(self, sound: Any) -> FeatureStream | None:
+    def stream(self, sound: Any) -> FeatureStream | None:
         """The sound that is listened to, where it has that number."""
         return self._hears if sound == self._sound_number else None
 
     def hear(self, sound: int, samples: Tensor, peek: bool) -> None:
         """Take more of it, or (`peek`) sound after that, which may not belong to it."""
-        if (stream := self.hears(sound)) is not None:
+        if (stream := self.stream(sound)) is not None:
             (stream.peek if peek else stream.push)(samples)
             self._engine.came(stream)
 
     def sound_so_far(self, sound: int) -> KnownFeatures:
         """Features so far, for a question of another conversation; UserError where there are none."""
-        if (stream := self.hears(sound)) is None:
+        if (stream := self.stream(sound)) is None:
             raise UserError("this sound is listened to no more; ask the question that it became")
         return stream.so_far()
 
     def drop_sound(self, sound: int) -> None:
         """Listen no more; waits for nobody."""
-        if (stream := self.hears(sound)) is not None:
+        if (stream := self.stream(sound)) is not None:
             stream.closed = True
             self._end_listening(stream)
 
@@ -227,15 +254,98 @@ class Conversation:
             past = tuple(self._past) if self._last is None or self._last.settled else None
             self._engine.listen(Listen(seat, sound, past, self._system, self.options.overflow == "forget", self._selection))
 
+    # --- its answer -----------------------------------------------------------------------------------------------
+
+    def _answer(self, number: int) -> Running | None:
+        """The answer under way, where it has that number."""
+        running = self.under_way
+        return running if running is not None and running.number == number else None
+
+    def taken(self, number: int, taken: int, late: Sequence[float] = ()) -> None:
+        """Count events as delivered, and note how late chunks were that another process decoded."""
+        if (running := self._answer(number)) is not None:
+            running.take(taken)
+        self._engine.heard(late)
+
+    def stop(self, number: int, taken: int, reason: Reason, error: str | None) -> None:
+        """End an answer whose listener waits for its end."""
+        if (running := self._answer(number)) is not None:
+            running.take(taken)
+            running.stop(reason, error)
+
+    def let_go(self, number: int, taken: int) -> None:
+        """Settle an answer that nobody listens to, without waiting for anybody; where another thread is asking or cancelling,
+        that one settles it."""
+        if (running := self._close_answer(number, taken)) is None:
+            return
+        self._engine.stop(running, wait=False)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle(running, wait=False)
+                self._make_room()
+            finally:
+                self._lock.release()
+
+    def settle(self, number: int, taken: int) -> Ended | None:
+        """Put an answer into the history as far as it was taken, and prepare for the next question; returns its end where it
+        was under way."""
+        if (running := self._close_answer(number, taken)) is None:
+            return None
+        with self._lock:
+            self._settle(running)
+            self._make_room()
+        return running.end()
+
+    def interrupt(self, number: int, taken: int, played: float | None, shown: int | None) -> Ended | None:
+        """Settle the last answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
+        running = self._close_answer(number, taken)
+        with self._lock:
+            last = self._last
+            if last is not None and last.number == number:
+                last.delivery.interrupt(played, shown)
+                if not last.settled:
+                    self._settle(last)
+                elif self._past and self._past[-1].number == last.exchange.number:  # else it broke
+                    self._past[-1] = last.delivered()
+                self._make_room()
+        return None if running is None else running.end()
+
+    def delivered(self, number: int) -> DeliveredPart:
+        """The delivered part of the last answer, where it has that number."""
+        running = self._last
+        if running is None or running.number != number:
+            return DeliveredPart()
+        turn = running.delivered().turn
+        tokens, codes = tuple(turn.text or ()), turn.codes
+        frames = 0 if codes is None else codes.shape[1]
+        return DeliveredPart(tokens, codes, running.reply.logprobs(len(tokens), frames) if running.start.logprobs else None)
+
+    def _close_answer(self, number: int, taken: int) -> Running | None:
+        """An answer that is under way no more; None where it was closed before, or was not asked yet."""
+        self._gone = max(self._gone, number)
+        if (running := self._answer(number)) is not None:
+            running.take(taken)
+            self.under_way = None
+        return running
+
+    def _settle(self, running: Running, wait: bool = True) -> None:
+        """Put the delivered part of an answer into the history (once). Without `wait` its rows may still be busy, and whoever
+        settles it next waits for them."""
+        settled, running.settled = running.settled, True
+        if not (settled and running.left.is_set()):
+            self._engine.stop(running, wait)
+        if settled:
+            return
+        if running.reply.error is None and running.failure is None:
+            self._past.append(running.delivered())
+        else:
+            self._past, self._asked = running.before, running.exchange.number
+
     # --- the history --------------------------------------------------------------------------------------------------
 
-    def late(self, seconds: Sequence[float]) -> None:
-        """Note how late chunks were that another process decoded."""
-        self._engine.heard(seconds)
-
-    def delivered(self) -> DeliveredPart:
-        """The delivered part of the last answer."""
-        return DeliveredPart() if self._last is None else delivered_part(self._last)
+    def read(self, name: str) -> Any:
+        """A property."""
+        return getattr(self, name)
 
     @property
     def place(self) -> int:
@@ -274,48 +384,6 @@ class Conversation:
         adapter = f", adapter={self.options.adapter!r}" if self.options.adapter else ""
         return f"{turns} turn{'' if turns == 1 else 's'}, {state}{adapter}"
 
-    def settle(self, running: Running) -> None:
-        """Put the delivered part of an answer into the history, and prepare for the next question."""
-        with self._lock:
-            self._settle(running)
-            self._make_room()
-
-    def let_go(self, running: Running) -> None:
-        """`settle` without waiting for anybody; where another thread is asking or cancelling, that one settles it."""
-        self._engine.stop(running, wait=False)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle(running, wait=False)
-                self._make_room()
-            finally:
-                self._lock.release()
-
-    def interrupt(self, played: float | None, shown: int | None) -> None:
-        """Settle the last answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
-        with self._lock:
-            running = self._last
-            if running is None:
-                return
-            running.delivery.interrupt(played, shown)
-            if not running.settled:
-                self._settle(running)
-            elif self._past and self._past[-1].number == running.exchange.number:  # else it broke, or was withdrawn
-                self._past[-1] = running.delivered()
-            self._make_room()
-
-    def _settle(self, running: Running, wait: bool = True) -> None:
-        """Put the delivered part of an answer into the history (once). Without `wait` its rows may still be busy, and whoever
-        settles it next waits for them."""
-        settled, running.settled = running.settled, True
-        if not (settled and running.left.is_set()):
-            self._engine.stop(running, wait)
-        if settled:
-            return
-        if running.reply.error is None and running.failure is None:
-            self._past.append(running.delivered())
-        else:
-            self._past, self._asked = running.before, running.exchange.number
-
     def _make_room(self) -> None:
         """Have what stays fed before the next question, where turns go before it; the history keeps them until then."""
         if self._hears is not None:
@@ -338,14 +406,66 @@ class Conversation:
         with self._lock:
             if self._last is not None and self._seat is not None:
                 self._settle(self._last)
-            self.abandon()
+            self.abandon()  # its history can still be read
 
     def abandon(self) -> None:
         """Free what it holds, where nobody has its session any more; waits for nobody."""
-        seat, self._seat = self._seat, None
+        seat, self._seat, self.under_way = self._seat, None, None
         if seat is None:
             return
         if self._hears is not None:
             self._hears.closed = True
         self._engine.vacate(seat)
         self._release()
+
+
+class MessageHandler(ABC):
+    """Takes the messages of sessions (`omni.generate.session.Session`), wherever these are: each is a method of a conversation.
+    Conversations, answers and sounds have numbers of the sessions' link."""
+
+    def __init__(self) -> None:
+        self.conversations: dict[int, Conversation] = {}
+
+    def add(self, number: int, conversation: Conversation) -> None:
+        """Take messages for a conversation."""
+        conversation.handler, self.conversations[number] = self, conversation
+
+    @abstractmethod
+    def listener(self, answer: int) -> EventOutlet:
+        """Takes an answer's events."""
+
+    @abstractmethod
+    def turn(self, sound: int) -> Callable[[int, Tensor], None]:
+        """Takes the turn head's probabilities of a sound."""
+
+    def request(self, name: str, *args: Any) -> Any:
+        """Do what a session says, in any thread; returns the reply. Its number comes first among the arguments."""
+        number, *rest = args
+        if number not in self.conversations:
+            raise UserError("this session is closed; start a new one")
+        conversation = self.conversations[number]
+        if name == "abandon":
+            del self.conversations[number]
+        return getattr(conversation, name)(*rest)
+
+
+class LocalLink(MessageHandler, Link):
+    """To an engine in this process."""
+
+    every, remote = 1, False
+
+    def __init__(self) -> None:
+        Link.__init__(self)
+        MessageHandler.__init__(self)
+
+    def listener(self, answer: int) -> Listener:
+        return self._answers[answer]
+
+    def turn(self, sound: int) -> Callable[[int, Tensor], None]:
+        return self._turns[sound].put
+
+    def check(self, session: int) -> None:
+        self.request("check", session)
+
+    def tell(self, name: str, *args: Any) -> None:
+        self.request(name, *args)

@@ -14,7 +14,7 @@ A row's answer does not depend on the other rows: each conversation is what it w
     entering.py    questions, encoded and prefilled     prefill_ahead.py   what is fed before a question is asked
     stepping.py    the thread that owns batch and intake, and what clients ask of it until a boundary
 
-    session (link.py, listener.py) --> handler.py: its messages --> conversation.py: the history --> engine.py
+    session (listener.py, or from another process process.py, child.py) --> conversation.py: the history --> engine.py
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Link(ABC):
 
     @abstractmethod
     def request(self, name: str, *args: Any) -> Any:
-        """Have something of `omni.engine.handler.MessageHandler` done, and wait for the result."""
+        """Have something of `omni.engine.conversation.Conversation` done, and wait for the result."""
 
     @abstractmethod
     def tell(self, name: str, *args: Any) -> None:

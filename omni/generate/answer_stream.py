@@ -19,7 +19,6 @@ from omni.generate.results import Answer, AudioChunk, Ended, Event, Logprobs, Te
 from omni.tasks import Task, find_task
 
 if TYPE_CHECKING:
-    from omni.engine.answer import Running
     from omni.engine.listener import Listener
 
 
@@ -44,37 +43,6 @@ class DeliveredPart(NamedTuple):
     tokens: tuple[int, ...] = ()
     codes: Tensor | None = None
     logprobs: Logprobs | None = None
-
-
-def delivered_part(running: Running) -> DeliveredPart:
-    """The part of an answer that reached its listener so far."""
-    turn = running.delivered().turn
-    tokens, codes = tuple(turn.text or ()), turn.codes
-    if not running.start.logprobs:
-        return DeliveredPart(tokens, codes)
-    return DeliveredPart(tokens, codes, running.reply.logprobs(len(tokens), 0 if codes is None else codes.shape[1]))
-
-
-def answer_of(said: tuple[str, Tensor, Ended], part: DeliveredPart, sounds: bool, sample_rate: int) -> Answer:
-    """The answer of all its events.
-
-    Args:
-        said: the result of `joined`.
-        sounds: whether a codec makes its sound.
-        sample_rate: of the codec in Hz, 0 without one.
-    """
-    text, sound, ended = said
-    return Answer(
-        text=text,
-        audio=sound if sounds and part.codes is not None else None,
-        sample_rate=sample_rate,
-        tokens=part.tokens,
-        codes=part.codes,
-        timings=ended.timings,
-        ended=ended.reason,
-        error=ended.error,
-        logprobs=part.logprobs,
-    )
 
 
 TASK = -1

@@ -12,7 +12,6 @@ from typing import Any
 
 from omni.edit.deltas import Edits
 from omni.engine.engine import Engine
-from omni.engine.link import LocalLink
 from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.options import AnswerOptions, check_number
@@ -101,9 +100,7 @@ def checked(check: Callable[[], None]) -> Iterator[None]:
         _CHECK.reset(token)
 
 
-def answer_all(
-    engine: Engine, link: LocalLink, questions: Iterable[Callable[[], tuple[Session, Listener]]], at_once: int
-) -> list[Answer]:
+def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, Listener]]], at_once: int) -> list[Answer]:
     """One answer per question, in their order.
 
     Args:
@@ -117,12 +114,11 @@ def answer_all(
         while todo or under:
             free = at_once - len(under)
             if todo and (not under or free >= max(1, at_once // PART)):
-                batch = [todo.popleft() for _ in range(min(free, len(todo)))]
-                under |= {number: question() for number, question in batch}
-                for session, answer in (under[number] for number, _ in batch):
+                batch = {number: question() for number, question in (todo.popleft() for _ in range(min(free, len(todo))))}
+                under |= batch
+                for _, answer in batch.values():
                     answer.wake = _setter(answer, ended)
-                    session.begin(answer, "lay_out")
-                engine.ask([link.handler.answers[under[number][1].number] for number, _ in batch])
+                engine.ask([session.begin(answer, "lay_out") for session, answer in batch.values()])
             while not ended.wait(None if (check := _CHECK.get()) is None else CHECK_SECONDS):
                 if check is not None:
                     check()

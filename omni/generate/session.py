@@ -1,8 +1,8 @@
 """A session: a conversation of several turns as who asks sees it, wherever its engine is; and the calls that start sessions, or
 answer one question in a session of its own.
 
-A session says what it wants to its engine in messages (`omni.engine.handler`), through a link (`omni.engine.link`), and takes
-the events of one answer at a time.
+A session says what it wants to its engine in messages (`omni.engine.conversation`), through a link
+(`omni.engine.listener`), and takes the events of one answer at a time.
 
 read: check, listen --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
                          cancel, let_go: end it before
@@ -30,7 +30,7 @@ from omni.engine.answer import Pace, WhenFull, check_pace
 from omni.engine.listener import Link, Listener
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
-from omni.generate.answer_stream import AnswerStream, DeliveredPart, answer_of, joined
+from omni.generate.answer_stream import AnswerStream, DeliveredPart, joined
 from omni.generate.listening import AudioSoFar, Listening
 from omni.generate.messages import History, Message
 from omni.generate.options import Keywords, SessionOptions, check_number, make_options
@@ -224,21 +224,23 @@ class Session:
             self._last = answer = Listener(link, self._number, link.number(), asked, *own)
         return answer
 
-    def begin(self, answer: Listener, message: str = "ask") -> None:
-        """Give the engine a question that was laid out; UserError where it does not take it, and nothing is left of it then."""
+    def begin(self, answer: Listener, message: str = "ask") -> Any:
+        """Give the engine a question that was laid out, and return its reply; UserError where it does not take it, and nothing
+        is left of it then."""
         asked = replace(answer.asked, turn=replace(answer.asked.turn, task=answer.asked.task.name))
         if isinstance(asked.heard, int):
             heard = asked.heard if asked.heard == self._sound else None
             asked = replace(asked, heard=heard, clip=asked.clip if heard is None else None)
         if not answer.start():  # it was cancelled meanwhile
-            return
+            return None
         self._link.register(answer)
         try:
             if self._link.remote and asked.clip is not None:  # as far as that delays nobody else's sound
                 asked = replace(asked, prepared=self.config.encoder.prepare(asked.clip))
-            self._link.request(message, self._number, answer.number, asked, answer.seed, answer.clock)
+            reply = self._link.request(message, self._number, answer.number, asked, answer.seed, answer.clock)
             if isinstance(asked.heard, int):
                 self._sound = None
+            return reply
         except Exception:  # it was refused, and nothing is left of it there
             if answer.listening is not None:
                 answer.listening.drop()
@@ -281,11 +283,21 @@ class Session:
 
     def whole(self, events: Iterable[Event], answer: Listener | None) -> Answer:
         """The answer of all its events; None for one that was cancelled before its question was whole."""
-        said, part = joined(events), DeliveredPart()
+        (text, sound, ended), part = joined(events), DeliveredPart()
         if answer is not None:
             with suppress(EngineLost):
                 part = self._link.request("delivered", self._number, answer.number)
-        return answer_of(said, part, answer is not None and answer.rate > 0, self.sample_rate)
+        return Answer(
+            text=text,
+            audio=sound if answer is not None and answer.rate > 0 and part.codes is not None else None,
+            sample_rate=self.sample_rate,
+            tokens=part.tokens,
+            codes=part.codes,
+            timings=ended.timings,
+            ended=ended.reason,
+            error=ended.error,
+            logprobs=part.logprobs,
+        )
 
     def events_of(self, answer: Listener) -> Iterator[Event]:
         """The events of an answer that was begun; closing the iterator cancels it."""

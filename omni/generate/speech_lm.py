@@ -32,9 +32,8 @@ from omni.cpu.products import takes_bf16, use_fast
 from omni.cpu.step import prepare
 from omni.edit.deltas import Bases, Edits, attach_edits, attached, edited_everywhere
 from omni.engine.answer import Pace, WhenFull
-from omni.engine.conversation import Conversation
+from omni.engine.conversation import Conversation, LocalLink
 from omni.engine.engine import Engine
-from omni.engine.link import LocalLink
 from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.batch import answer_all, check_lengths, read_batch
@@ -247,7 +246,7 @@ class SpeechLM(Sessions):
         LOG.info("adapter %r was removed", name)
 
     def _start(self, number: int, values: dict[str, Any]) -> None:
-        self._link.handler.conversations[number] = self.conversation(**values)
+        self._link.add(number, self.conversation(**values))
 
     def conversation(
         self, *, context: int | None, history: History | None, pace: Pace, when_full: WhenFull, **values: Any
@@ -311,12 +310,12 @@ class SpeechLM(Sessions):
             def session_of(number: int) -> tuple[Session, Listener]:
                 own: dict[str, Any] = {"context": room, "edits": names[number], "pace": "whole", "sound": sound}
                 own_number, whole = self._link.number(), batch.options(number, options)
-                self._link.handler.conversations[own_number] = self._conversation(whole, **own)
+                self._link.add(own_number, self._conversation(whole, **own))
                 session = Session(self, own_number, "whole", options.stop_when, sound)
                 return session, session.lay_out(batch.asked[number])
 
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            answers = answer_all(self.engine, self._link, [partial(session_of, number) for number in order], batch_size)
+            answers = answer_all(self.engine, [partial(session_of, number) for number in order], batch_size)
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 
     # --- edits --------------------------------------------------------------------------------------------------------

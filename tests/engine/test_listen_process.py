@@ -17,9 +17,8 @@ from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
 from omni.config import ModelConfig
-from omni.engine import link
 from omni.engine.child import Child
-from omni.engine.process import EngineProcess
+from omni.engine.process import EngineProcess, PipeLink
 from omni.errors import UserError
 from omni.generate.session import Session, Sessions
 from omni.generate.speech_lm import SpeechLM
@@ -123,7 +122,7 @@ class Here(Sessions):
     def __init__(self, lm: SpeechLM) -> None:
         ours, theirs = Pipe()
         self.lm, self.child, self.tokenizer = lm, Child(theirs, lm, None), lm.tokenizer
-        self._link = link.PipeLink(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
+        self._link = PipeLink(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
 
     @property
     def config(self) -> ModelConfig:

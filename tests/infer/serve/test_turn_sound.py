@@ -116,7 +116,7 @@ def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[f
     end = Listening.asked
 
     def watched(self: Listening, *values: Any) -> Any:
-        stream = inside(self.session).hears(self._sound)
+        stream = inside(self.session).stream(self._sound)
         assert isinstance(stream, FeatureStream)
         limit = time.monotonic() + 5
         while stream.due and time.monotonic() < limit:
