@@ -19,18 +19,36 @@ from typing import Literal, Protocol, TypeVar, get_args
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
-from omni.engine.slots import Seat
 from omni.engine.wire import CodedSound
 from omni.errors import UserError
-from omni.generate.history import Exchange, Key
+from omni.generate.history import CachedHistory, Exchange, Key
 from omni.generate.reply import Reply
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
-from omni.generate.rows import Start
+from omni.generate.rows import RunnerRow, Start
 from omni.generate.speech_time import Loudness, heard_characters
 from omni.lora.attach import Selection
 from omni.tasks import Columns, Task, find_task
 
 N = TypeVar("N", int, float)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A conversation's claim to a slot of the cache.
+
+    Attributes:
+        limit: positions that it may fill.
+        slot: its slot, None while it has none.
+        held: its columns in the slot.
+        busy: whether an answer of it is under way; such a seat keeps its slot.
+        used: when it was, by `time.perf_counter`.
+    """
+
+    limit: int
+    slot: int | None = None
+    held: CachedHistory = field(default_factory=CachedHistory)
+    busy: bool = False
+    used: float = 0.0
 
 
 class Delivery:
@@ -177,7 +195,11 @@ class Running:
         release: called when its rows are free; its adapter may be removed from then on.
         cancelled, settled: whether it is to stop; whether it is in the history.
         submitted: the engine has its question; over: `Ended` is among its events.
-        written: number of time steps that were written; `read` those whose events were taken; `taken`, number of those events.
+        slots, rows: the speaking one first; the second leaves when its text has ended. Of the stepping thread, as are
+        wrote, frames: the columns that the speaking row wrote, and the number of frames among them; `exact`, of those whose
+            samples no later frame changes.
+        read: number of time steps whose events were taken; `taken`, number of those events.
+        left: set once its rows are free, or it needs none.
         resting: its row waits for a listener that is behind, since `rested`.
         hungry: called when a listener that was behind has read.
         live: whether somebody hears it as it comes; `frame_rate` of its sound, 0 without a codec.
@@ -210,7 +232,11 @@ class Running:
     settled: bool = False
     submitted: bool = False
     over: bool = False
-    written: int = 0
+    slots: list[int] = field(default_factory=list)
+    rows: list[RunnerRow] = field(default_factory=list)
+    wrote: list[tuple[int, ...]] = field(default_factory=list)
+    frames: int = 0
+    exact: float = 0.0
     processed: int = 0
     read: int = 0
     taken: int = 0
@@ -245,7 +271,7 @@ class Running:
     @property
     def ahead(self) -> int:
         """Time steps that were written and not read yet."""
-        return self.written - self.read
+        return len(self.wrote) - self.read
 
     @property
     def unread(self) -> int:

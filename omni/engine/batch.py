@@ -1,5 +1,8 @@
 """The batch: the rows of the cache and the answers that have them. Only the stepping thread changes it.
 
+A conversation keeps its slot between its turns, so that only what is new is fed; the one that waited longest gives it up where
+others need it. Its turns are kept apart (`omni.generate.history`), so it finds another slot and is fed again there.
+
 question --> place: its slots --> begin: its rows --> step, step, ... --> end: the rows leave, the slot remembers
                                                         |
                                                         collect --> sound thread
@@ -9,17 +12,78 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from omni.engine.answer import Running
-from omni.engine.entering import Talk
+from omni.engine.answer import Running, Seat
 from omni.engine.prefill_ahead import Listen
-from omni.engine.slots import Seat, Slots
 from omni.engine.sound import Outputs, SoundThread
 from omni.engine.stats import LENGTH, Recorder
+from omni.generate.history import CachedHistory
 from omni.generate.results import Reason
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
 from omni.model.speech_model import SpeechModel
+
+
+class Slots:
+    """The slots, lowest first, so that the rows of a step are neighbours. `holders`: the seat that has each slot; a second
+    row of an answer has the seat of the first."""
+
+    def __init__(self, number: int) -> None:
+        self.holders: list[Seat | None] = [None] * number
+
+    def grow(self, number: int) -> None:
+        self.holders += [None] * (number - len(self.holders))
+
+    @property
+    def free(self) -> int:
+        """Number of slots that nobody holds."""
+        return self.holders.count(None)
+
+    def idle(self) -> list[Seat]:
+        """Seats that have a slot and no answer under way, the one that waited longest first."""
+        held = {id(seat): seat for seat in self.holders if seat is not None and not seat.busy}
+        return sorted(held.values(), key=lambda seat: seat.used)
+
+    def take(self, seat: Seat) -> int:
+        """A free slot for a seat, or one of a seat that is idle."""
+        if None not in self.holders:
+            self.give(self.idle()[0])
+        slot = self.holders.index(None)
+        self.holders[slot] = seat
+        return slot
+
+    def hold(self, seat: Seat) -> None:
+        """Give a seat its slot, where it has none, and let it be the last that gives one up."""
+        seat.used = time.perf_counter()
+        if seat.slot is None:
+            seat.slot, seat.held = self.take(seat), CachedHistory()
+
+    def closer(self, slot: int, origin: bool) -> int:
+        """The slot to which a busy seat's row in `slot` is to move, so that rows of a step are neighbours and few others lie
+        between them; `slot` itself where it is close enough. `origin`: steps begin with slot 0, whoever holds it."""
+        busy = [slot, *(n for n, seat in enumerate(self.holders) if seat is not None and seat.busy)]
+        count, span = len(set(busy)), max(busy) + 1 - (0 if origin else min(busy))
+        return slot if slot < count or span <= count + count // 10 + 1 else self.lowest(slot)
+
+    def lowest(self, slot: int) -> int:
+        """The first slot up to `slot` without a busy seat, or `slot`."""
+        return next((n for n, seat in enumerate(self.holders[:slot]) if seat is None or not seat.busy), slot)
+
+    def exchange(self, slot: int, other: int) -> Seat | None:
+        """Exchange two slots, of a busy seat and of one that is idle, which is returned; or of none."""
+        seat, idle = self.holders[slot], self.holders[other]
+        self.holders[slot], self.holders[other] = idle, seat
+        for holder, old, new in ((seat, slot, other), (idle, other, slot)):
+            if holder is not None and holder.slot == old:
+                holder.slot = new
+        return idle
+
+    def give(self, seat: Seat) -> None:
+        """Free a seat's slots."""
+        self.holders = [None if holder is seat else holder for holder in self.holders]
+        seat.slot = None
+
 
 KEPT = 64
 """Slots up to which an engine without a fixed number grows before conversations that wait give theirs up."""
@@ -31,10 +95,11 @@ class EngineBatch:
     Args:
         fixed: number of slots; None grows with the conversations.
         context: least number of positions of a row; None for those that its conversations ask for.
+        options: of `Runner`.
 
     Attributes:
         runner: None before the first question.
-        talks: the answers whose rows have started.
+        answers: those whose rows have started.
         seconds: of a step, from the newest ones.
     """
 
@@ -45,17 +110,15 @@ class EngineBatch:
         context: int | None,
         sound: SoundThread,
         recorder: Recorder,
-        graph: bool | None,
-        compile: bool,
+        **options: Any,
     ) -> None:
         self.model, self.fixed, self.context = model, fixed, context
         self.runner: Runner | None = None
         self.slots = Slots(0)
-        self.talks: dict[Running, Talk] = {}
+        self.answers: list[Running] = []
         self.seconds = 0.0
-        self._rows: dict[RunnerRow, Talk] = {}
-        self._sound, self._recorder = sound, recorder
-        self._graph, self._compile = graph, compile
+        self._rows: dict[RunnerRow, Running] = {}
+        self._sound, self._recorder, self._options = sound, recorder, options
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -101,7 +164,7 @@ class EngineBatch:
         context = self.model.config.decoder.context
         length = min(max(*(seat.limit for seat in seats), self.context or 0, 1), context)
         if runner is None:
-            self.runner = Runner(self.model, number, length, graph=self._graph, compile=self._compile)
+            self.runner = Runner(self.model, number, length, **self._options)
         elif number > len(runner.rows) or length > runner.length:
             self.collect(flush=True)
             runner.grow(number, length)
@@ -112,20 +175,20 @@ class EngineBatch:
         """A runner without rows under way; it stays where the number of slots is fixed."""
         runner = self.runner
         if runner is None or self.fixed is None:
-            size = self.fixed or 1, self.context or LENGTH
-            runner = Runner(self.model, *size, graph=self._graph, compile=self._compile)
+            runner = Runner(self.model, self.fixed or 1, self.context or LENGTH, **self._options)
         if self.fixed is not None:
             self.runner = runner
         return runner
 
-    def place(self, running: Running) -> Talk:
+    def place(self, running: Running) -> None:
         """Give a question its slots, for which there is room."""
         seat = running.seat
-        self.slots.place(seat)
-        talk = Talk(running, [self._closer(seat, seat.slot)])  # type: ignore[arg-type]  # it has one now
+        seat.busy = True
+        self.slots.hold(seat)
+        assert seat.slot is not None
+        running.slots = [self._closer(seat, seat.slot)]
         if running.fork is not None:
-            talk.slots.append(self._closer(seat, self.slots.take(seat)))
-        return talk
+            running.slots.append(self._closer(seat, self.slots.take(seat)))
 
     def _closer(self, seat: Seat, slot: int) -> int:
         """Bring a row that is about to be stepped close to the others, in exchange for an idle one; returns its slot."""
@@ -137,19 +200,12 @@ class EngineBatch:
             runner.cache.exchange_rows(slot, new, max(holder.held.high for holder in (seat, idle) if holder is not None))
         return new
 
-    def empty(self, seat: Seat) -> bool:
-        """Free a conversation's slot; False where a question or an answer of it has it."""
-        if seat.busy:
-            return False
-        self.slots.give(seat)
-        return True
-
     def forget(self) -> None:
         """Drop the cache; conversations are fed again."""
         for seat in self.slots.holders:
             if seat is not None:
                 seat.slot, seat.busy = None, False
-        self.runner, self.slots, self.talks, self._rows = None, Slots(0), {}, {}
+        self.runner, self.slots, self.answers, self._rows = None, Slots(0), [], {}
 
     def shrink(self) -> None:
         """Drop a large cache that nobody uses: it is quick to make."""
@@ -159,26 +215,26 @@ class EngineBatch:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def begin(self, talks: Sequence[Talk]) -> None:
+    def begin(self, answers: Sequence[Running]) -> None:
         """Take answers whose rows have started, and give on their first columns; those that were cancelled meanwhile end."""
-        for talk in talks:
-            self.talks[talk.running] = talk
-            self._rows |= dict.fromkeys(talk.rows, talk)
+        self.answers += answers
+        for running in answers:
+            self._rows |= dict.fromkeys(running.rows, running)
         self.collect()
-        for talk in talks:
-            if talk.running.cancelled:
-                self.end(talk.running, "cancelled")
+        for running in answers:
+            if running.cancelled:
+                self.end(running, "cancelled")
 
-    def step(self, talks: Sequence[Talk]) -> None:
+    def step(self, answers: Sequence[Running]) -> None:
         """Write the next column of some answers; those whose rows are full end."""
         runner = self.runner
         assert runner is not None
-        full = [talk for talk in talks if talk.rows[0].position >= min(talk.running.seat.limit, runner.length)]
+        full = [running for running in answers if running.rows[0].position >= min(running.seat.limit, runner.length)]
         if full:
             self.collect(flush=True)
-            for talk in full:
-                self.end(talk.running, "cache")
-        rows = [row for talk in talks if not talk.left for row in talk.rows if not row.done]
+            for running in full:
+                self.end(running, "cache")
+        rows = [row for running in answers for row in running.rows if row.live and not row.done]
         start = time.perf_counter()
         runner.step(rows)
         self.collect()
@@ -194,67 +250,64 @@ class EngineBatch:
         outputs: Outputs = []
         complete: list[tuple[Running, Reason]] = []
         for row, output in runner.results(flush):
-            talk = self._rows[row]
-            if row is not talk.rows[0]:
+            running = self._rows[row]
+            if row is not running.rows[0]:
                 if row.done:
-                    self._drop(talk, row)
+                    self._drop(running, row)
                 continue
-            running = talk.running
             limits = running.reply.limits
-            talk.columns.append(output.column)
+            running.wrote.append(output.column)
             if output.frame is not None:
-                talk.frames += 1
+                running.frames += 1
                 if running.live and running.codec is not None:
-                    talk.exact = running.codec.exact_samples(talk.frames) / running.codec.frame_samples
-            running.written += 1
+                    running.exact = running.codec.exact_samples(running.frames) / running.codec.frame_samples
             outputs.append((running, output))
             if output.broken:
                 complete.append((running, "error"))
             elif output.done:
                 complete.append((running, "end"))
-            elif len(talk.columns) >= limits.columns or talk.frames > limits.frames:
+            elif len(running.wrote) >= limits.columns or running.frames > limits.frames:
                 complete.append((running, "length"))
         if outputs:
-            self._sound.put(outputs, self.seconds if len(self.talks) > 1 else 0.0)
+            self._sound.put(outputs, self.seconds if len(self.answers) > 1 else 0.0)
         for running, reason in complete:
             self.end(running, reason)
-        if not self.talks:
+        if not self.answers:
             runner.results(flush=True)  # of rows that have left
 
-    def _drop(self, talk: Talk, row: RunnerRow) -> None:
-        """Free the second row of a talk, whose text has ended."""
+    def _drop(self, running: Running, row: RunnerRow) -> None:
+        """Free the second row of an answer, whose text has ended."""
         assert self.runner is not None
         self.runner.leave(row)
-        talk.rows.remove(row)
-        talk.slots.remove(row.slot)
+        running.rows.remove(row)
+        running.slots.remove(row.slot)
         del self._rows[row]
-        self.slots.drop(row.slot)
+        self.slots.holders[row.slot] = None
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def end(self, running: Running, reason: Reason) -> bool:
         """Let an answer go: its rows leave, and its slot remembers what it holds. False where it has no rows."""
-        talk = self.talks.pop(running, None)
-        if talk is None:
+        if running not in self.answers:
             return False
+        self.answers.remove(running)
         assert self.runner is not None
-        for row in talk.rows:
+        for row in running.rows:
             self.runner.leave(row)
             del self._rows[row]
         held = running.seat.held
-        held.add(talk.columns[:-1], talk.rows[0].position)
+        held.add(running.wrote[:-1], running.rows[0].position)
         if reason == "error" or running.reply.error is not None:
             held.keys = []
-        self.free(talk, reason)
+        self.free(running, reason)
         return True
 
-    def free(self, talk: Talk, reason: Reason = "cancelled") -> None:
+    def free(self, running: Running, reason: Reason = "cancelled") -> None:
         """Free the slots of an answer whose rows have left, or never started."""
-        talk.left = True
-        for slot in talk.slots[1:]:
-            self.slots.drop(slot)
-        talk.running.seat.busy = False
-        self.release(talk.running, reason)
+        for slot in running.slots[1:]:
+            self.slots.holders[slot] = None
+        running.seat.busy = False
+        self.release(running, reason)
 
     def release(self, running: Running, reason: Reason = "cancelled") -> None:
         """Say that an answer has no slots any more, nor needs its adapter."""

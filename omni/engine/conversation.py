@@ -24,11 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
-from omni.engine.answer import EventOutlet, Pace, Running, WhenFull
+from omni.engine.answer import EventOutlet, Pace, Running, Seat, WhenFull
 from omni.engine.engine import Engine
 from omni.engine.listener import Link, Listener
 from omni.engine.prefill_ahead import Listen, plan
-from omni.engine.slots import Seat
 from omni.engine.wire import is_portable
 from omni.errors import UserError
 from omni.generate.answer_stream import DeliveredPart

@@ -9,10 +9,9 @@ what was written into text and sound while the next step runs. Questions are enc
 
 A row's answer does not depend on the other rows: each conversation is what it would be alone.
 
-    engine.py      what conversations call              batch.py           the rows and their slots
-    answer.py      an answer, as all threads share it   intake.py          questions on their way into the batch
-    entering.py    questions, encoded and prefilled     prefill_ahead.py   what is fed before a question is asked
-    stepping.py    the thread that owns batch and intake, and what clients ask of it until a boundary
+    engine.py    what conversations call              batch.py           the rows and their slots
+    answer.py    an answer, as all threads share it   intake.py          questions on their way into the batch
+    stepping.py  the thread that owns those two       prefill_ahead.py   what is fed before a question is asked
 
     session (listener.py, or from another process process.py, child.py) --> conversation.py: the history --> engine.py
 """
@@ -20,30 +19,50 @@ A row's answer does not depend on the other rows: each conversation is what it w
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Sequence
 
+import torch
+
 from omni.codec.base import AudioCodec
-from omni.engine.answer import Running
+from omni.engine.answer import Running, Seat
 from omni.engine.batch import EngineBatch
-from omni.engine.entering import Hearing
-from omni.engine.intake import Intake
+from omni.engine.intake import Intake, encode, unheard
 from omni.engine.prefill_ahead import Listen, Refill
-from omni.engine.schedule import Watermarks
-from omni.engine.slots import Seat, check_limits
 from omni.engine.sound import SoundThread
 from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts, check_measuring, powers_to
-from omni.engine.stepping import Requests, SteppingThread
+from omni.engine.stepping import Requests, SteppingThread, Watermarks
 from omni.errors import BusyError, UserError
 from omni.generate.feature_stream import FeatureStream
-from omni.generate.options import check_number
+from omni.generate.options import BOUNDS, Bound, check_number
 from omni.generate.runner import Runner
 from omni.model.speech_model import SpeechModel
-from omni.utils.hardware import release_threads
+from omni.utils.hardware import cores, release_threads
+
+WAIT = 0.03
+"""Seconds for which one who asks waits while another encodes; after that the question is encoded between two steps."""
 
 SPARE = 0.1
 """Seconds until a listener needs sound, in which somebody may be answered who is in no hurry."""
+
+
+LIMITS = {
+    "slots": Bound(1, 65536, "None for as many as are asked for"),
+    "context": BOUNDS["context"],
+    "patience": Bound(1e-3, 86_400, "seconds; None for the default", whole=False),
+    "queue": Bound(0, 2**31 - 1, "questions; None for any number"),
+    "threads": Bound(1, 1024, "by default PyTorch's own number"),
+}
+"""Bounds of an engine's numbers."""
+
+
+def check_limits(**limits: float | None) -> None:
+    """UserError for one of `LIMITS` that is out of its bounds; None counts as not given."""
+    for name, number in limits.items():
+        if number is not None:
+            check_number(name, number, LIMITS[name])
 
 
 class Engine:
@@ -81,8 +100,8 @@ class Engine:
         self._known = KnownCosts(model, codec)
         self._requests, self._recorder = Requests(), Recorder(self._known)
         self._sound = SoundThread(self._requests.end, self._recorder)
-        self._batch = EngineBatch(model, slots, context, self._sound, self._recorder, graph, compile)
-        self._intake, self._hearing = Intake(self._batch, self._recorder), Hearing(model)
+        self._batch = EngineBatch(model, slots, context, self._sound, self._recorder, graph=graph, compile=compile)
+        self._intake, self._encoding = Intake(self._batch, self._recorder), threading.Lock()
         self._stepping = SteppingThread(
             self._requests, self._batch, self._intake, self._recorder, marks or Watermarks(), patience
         )
@@ -121,7 +140,7 @@ class Engine:
     def refill(self, refill: Refill) -> None:
         """Feed what stays of a conversation before its next question, in the time that nobody else needs."""
         if not self._closed:
-            self._requests.refills.put(refill)
+            self._requests.refills[refill.seat] = refill
             self._requests.wake()
 
     def listen(self, listen: Listen) -> None:
@@ -138,7 +157,7 @@ class Engine:
 
     def stop_listening(self, seat: Seat, stream: FeatureStream) -> None:
         """Listen to a conversation's question no more."""
-        self._requests.listens.drop(seat, stream)
+        self._requests.stop_listening(seat, stream)
 
     def heard(self, late: Sequence[float]) -> None:
         """Note how late live listeners' chunks were that another process decoded."""
@@ -166,8 +185,21 @@ class Engine:
         self._requests.wake()
 
     def hear(self, running: Running) -> None:
-        """Encode a question before it is asked, in the caller's thread, as far as that delays nobody else's sound."""
-        self._hearing.beside(running)
+        """Do of a question's encoding, in the thread of who asks, what can be done beside the steps: at least what the encoder
+        is given.
+
+        On a CPU with more cores than a step takes threads also the rest, one question at a time: others' share the core with
+        all else that is done for listeners. What is left, or was not finite, is found by the stepping thread.
+        """
+        model = self.model
+        for exchange in unheard(running):
+            if exchange.clip is not None and exchange.prepared is None and exchange.heard is None:
+                exchange.prepared = model.config.encoder.prepare(exchange.clip)
+        if model.device.type == "cpu" and torch.get_num_threads() < cores() and self._encoding.acquire(timeout=WAIT):
+            try:
+                encode(model, [running])
+            finally:
+                self._encoding.release()
 
     def _check_queue(self, running: Running) -> None:
         if running.when_full == "wait" and self.queue is None:
@@ -200,14 +232,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Its present state, and its newest measurements."""
-        talks, slots = [*self._batch.talks.values()], self._batch.slots
+        answers, slots = [*self._batch.answers], self._batch.slots
         with self._requests.lock:
             waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
             sessions = len(self._requests.seats)
         return self._recorder.stats(
             sessions=sessions,
-            active=len(talks),
-            live=sum(talk.running.pace == "live" for talk in talks),
+            active=len(answers),
+            live=sum(running.pace == "live" for running in answers),
             waiting=waiting,
             slots=len(slots.holders),
             free=slots.free,
@@ -219,12 +251,12 @@ class Engine:
         heard has enough, what is listened to was heard, and a slot is free or idle."""
         with self._requests.lock:
             coming = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
-        slots, talks, slack = self._batch.slots, [*self._batch.talks.values()], self._recorder.slack
-        if coming or any(not talk.running.live or not talk.exact for talk in talks):
+        slots, answers, slack = self._batch.slots, [*self._batch.answers], self._recorder.slack
+        if coming or any(not running.live or not running.exact for running in answers):
             return False
-        if any(listen.stream.due for listen in self._requests.listens.open()):
+        if any(listen.stream.due for listen in self._requests.listening()):
             return False
-        return not talks or bool((slots.free or slots.idle()) and slack is not None and slack >= SPARE)
+        return not answers or bool((slots.free or slots.idle()) and slack is not None and slack >= SPARE)
 
     def measure(self, rows: Sequence[int] | None = None) -> StepCosts:
         """Measures the cost of steps on this machine and keeps it; admission goes by it until the engine has stepped enough.
@@ -272,8 +304,8 @@ def _close_forked() -> None:
     """Closes the engines of a process that was forked: it lacks their threads, and would wait for them."""
     for engine in _ENGINES:
         engine._closed = True
-        for talk in engine._batch.talks.values():
-            talk.running.left.set()
+        for running in engine._batch.answers:
+            running.left.set()
 
 
 if hasattr(os, "register_at_fork"):

@@ -14,13 +14,12 @@ an answer is the same with it and without.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from omni.engine.slots import Seat
+from omni.engine.answer import Seat
 from omni.errors import UserError
 from omni.generate.feature_stream import FeatureStream
 from omni.generate.history import Exchange, Key, dropped_for, forgotten, lay_out
@@ -45,13 +44,29 @@ LEAST = 16
 @dataclass(eq=False)
 class Refill:
     """The wanted content of a conversation's row before its next question. `said`: the turns that stay, with features;
-    columns, keys: their columns, after the system message."""
+    columns, keys: their columns, after the system message, and the keys of the first of them, which are fed."""
 
     seat: Seat
     said: Sequence[Exchange]
     columns: Columns
     keys: list[Key]
     selection: RowSelection = None
+
+    def piece(self, runner: Runner, columns: int) -> int | None:
+        """Feed up to that many columns that the row lacks; returns how many. Where it fails (no memory, an adapter that was
+        removed), the row is empty and None is returned: the question says so to its listener."""
+        try:
+            with CHANGING:  # a removal waits for the piece, and is not refused for it
+                return feed(runner, self, min(columns, runner.chunk))
+        except Exception as error:
+            _warn(error)
+            self.seat.held.keys = []
+            return None
+
+
+def _warn(error: Exception) -> None:
+    if not isinstance(error, UserError):
+        LOG.warning("a conversation could not be fed before its next question: %s", error)
 
 
 def plan(layout: Layout, seat: Seat, past: Sequence[Exchange], system: Sequence[int], selection: RowSelection) -> Refill | None:
@@ -62,52 +77,6 @@ def plan(layout: Layout, seat: Seat, past: Sequence[Exchange], system: Sequence[
         return None
     columns, keys = lay_out(layout, stays, None, system)
     return Refill(seat, stays, columns, keys, selection) if len(keys) < seat.limit else None
-
-
-class Refills:
-    """The refills that wait, the newest of each conversation; given by its listeners, fed by the stepping thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may drop one
-        self._waiting: dict[Seat, Refill] = {}
-
-    def put(self, refill: Refill) -> None:
-        with self._lock:
-            self._waiting[refill.seat] = refill
-
-    def drop(self, refill: Refill) -> None:
-        with self._lock:
-            if self._waiting.get(refill.seat) is refill:
-                del self._waiting[refill.seat]
-
-    def drop_of(self, seat: Seat) -> None:
-        with self._lock:
-            self._waiting.pop(seat, None)
-
-    def first(self, runner: Runner | None) -> Refill | None:
-        """The refill that waits longest. Those of conversations that have lost their slot, or are being answered, are dropped:
-        the question feeds what is left."""
-        with self._lock:
-            waiting = list(self._waiting.values())
-        for refill in waiting:
-            if runner is not None and refill.seat.slot is not None and not refill.seat.busy:
-                return refill
-            self.drop(refill)
-        return None
-
-    def piece(self, runner: Runner, refill: Refill, columns: int) -> int:
-        """Feed up to that many columns more; returns how many. One that is done, or fails, is dropped."""
-        try:
-            with CHANGING:  # a removal waits for the piece, and is not refused for it
-                fed = feed(runner, refill, min(columns, runner.chunk))
-        except Exception as error:  # a lack of memory, an adapter that was removed: the question says so to its listener
-            if not isinstance(error, UserError):
-                LOG.warning("what stays of a conversation could not be fed before its next question: %s", error)
-            refill.seat.held.keys = []
-            fed = 0
-        if not fed:
-            self.drop(refill)
-        return fed
 
 
 @torch.inference_mode()
@@ -197,9 +166,7 @@ class Listen:
         asked.features = self.stream.features
         said = self._stays(layout)
         whole, keys = lay_out(layout, said, asked, self.system)
-        end = min(len(keys) - after, length)
-        columns = Columns(whole.tokens[:, :end], whole.targets[:, :end], whole.feature_index[:end], whole.features)
-        return Refill(self.seat, [*said, asked], columns, keys[:end], self.selection)
+        return Refill(self.seat, [*said, asked], whole, keys[: min(len(keys) - after, length)], self.selection)
 
     def encode(self, model: SpeechModel) -> bool:
         """Encode the chunk that waits; returns whether it did."""
@@ -216,10 +183,8 @@ class Listen:
         """A question of the history without features."""
         return next((e for e in self._stays(layout) if e.clip is not None and e.features is None), None)
 
-    def encode_before(self, model: SpeechModel) -> bool:
+    def encode_before(self, model: SpeechModel, missing: Exchange) -> bool:
         """Encode the question that `lacks` features; returns whether that was done."""
-        missing = self.lacks(model.layout)
-        assert missing is not None
         try:
             with CHANGING, using(selection_of(model, [self.selection], model.device)), torch.inference_mode():
                 (features,) = encode_questions(model, [Asked(missing.turn, missing.clip, missing.prepared)])
@@ -227,58 +192,13 @@ class Listen:
                 missing.features, missing.prepared = features, None
                 return True
         except Exception as error:
-            self._fails(error)
+            _warn(error)
         self.failed = True
         return False
 
     def feed(self, runner: Runner, columns: int) -> int:
         """Feed up to that many columns that the row lacks; returns how many."""
-        try:
-            with CHANGING:
-                refill = self.refill(runner.layout, min(self.seat.limit, runner.length))
-                fed = feed(runner, refill, min(columns, runner.chunk))
-            self._held = () if fed else self._now
-            return fed
-        except Exception as error:
-            self._fails(error)
-            self.seat.held.keys = []
-            return 0
-
-    def _fails(self, error: Exception) -> None:
-        """Notes a failure (no memory, an adapter that was removed), which the question reports to its listener."""
-        self.failed = True
-        if not isinstance(error, UserError):
-            LOG.warning("a question could not be fed while its sound came: %s", error)
-
-
-class Listens:
-    """The questions that are listened to, one of each conversation; given by its clients, served by the stepping thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer may drop one
-        self._open: dict[Seat, Listen] = {}
-
-    def put(self, listen: Listen) -> None:
-        """Listen for a conversation, or with another past than before."""
-        with self._lock:
-            self._open[listen.seat] = listen
-
-    def drop(self, seat: Seat, stream: FeatureStream | None = None) -> None:
-        """Listen no more for a conversation; where a stream is given, only to that."""
-        with self._lock:
-            if stream is None or (seat in self._open and self._open[seat].stream is stream):
-                self._open.pop(seat, None)
-
-    def later(self, listen: Listen) -> None:
-        """Let the others come first."""
-        with self._lock:
-            if self._open.get(listen.seat) is listen:
-                self._open[listen.seat] = self._open.pop(listen.seat)
-
-    def open(self) -> list[Listen]:
-        """The open ones, in their order."""
-        with self._lock:
-            closed = [seat for seat, listen in self._open.items() if listen.stream.closed]
-            for seat in closed:
-                del self._open[seat]
-            return list(self._open.values())
+        fed = self.refill(runner.layout, min(self.seat.limit, runner.length)).piece(runner, columns)
+        self.failed = fed is None
+        self._held = () if fed else self._now
+        return fed or 0

@@ -34,8 +34,8 @@ from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
 from omni.config import ModelConfig
+from omni.engine.engine import check_limits
 from omni.engine.listener import Link, Listener
-from omni.engine.slots import check_limits
 from omni.engine.wire import (
     CodedSound,
     EngineLost,

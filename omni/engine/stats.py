@@ -393,6 +393,16 @@ class Recorder:
                 self._most = self.steps, max((rows for rows, _ in list(self.step)[-512:]), default=0)
             return self._most[1]
 
+    def step_seconds(self, rows: int) -> tuple[float, float]:
+        """Seconds of a step of that many rows, and of the last of them; 0 where nothing is known."""
+        cost = self.cost()
+        known = None if self.known is None else self.known.costs
+        if known is not None and (cost is None or 2 * self.most_rows() < rows):
+            step = known.seconds(rows)
+            return step, max(step - known.seconds(rows - 1), 0.0)
+        fixed, each = cost or (0.0, 0.0)
+        return fixed + each * rows, each
+
     def stats(self, **now: int) -> EngineStats:
         """The figures, with those of this moment given by name."""
         with self._lock:

@@ -1,4 +1,11 @@
-"""The stepping thread: takes clients' `Requests` between two steps, and decides what comes next."""
+"""The stepping thread: takes clients' `Requests` between two steps, and decides what comes next.
+
+Deadlines belong to listeners. A listener who has heard nothing yet, or only the first frames, is served at once, as is one who
+holds less than `low` frames: two, or as many as sound for 0.16 s, for which a thread of a busy machine may well have to wait
+for its core. When somebody is low, rows that hold less than `high` come along, until most hold so much; then all rest until
+somebody is low again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody
+plays (a program reads them) are written whenever nothing else is due.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +13,19 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from omni.engine.answer import UNREAD, Running
+from omni.engine.answer import AHEAD, UNREAD, Running, Seat
 from omni.engine.batch import EngineBatch
-from omni.engine.entering import Talk
 from omni.engine.intake import Intake
-from omni.engine.prefill_ahead import Listen, Listens, Refills
-from omni.engine.schedule import Due, Watermarks, choose
-from omni.engine.slots import Seat
+from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
+from omni.errors import UserError
+from omni.generate.feature_stream import FeatureStream
 
 
 class Requests:
@@ -29,14 +36,14 @@ class Requests:
         seats: of the open conversations.
         asked: questions that were not taken yet; ended: answers that are to end; vacated: seats of conversations that have
             ended; threads: CPU threads of the thread that asked last, 0 before anybody asked.
-        refills: what stays of conversations whose oldest turns went; listens: questions whose sound is still coming. They have
-            locks of their own.
+        refills: what stays of conversations whose oldest turns went; listens: questions whose sound is still coming.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
-        self.refills, self.listens = Refills(), Listens()
+        self.refills: dict[Seat, Refill] = {}
+        self.listens: dict[Seat, Listen] = {}
         self.seats: weakref.WeakSet[Seat] = weakref.WeakSet()
         self.asked: deque[Running] = deque()
         self.ended: list[Running] = []
@@ -56,8 +63,26 @@ class Requests:
         """Have a question listened to; what stays of its conversation is fed with it."""
         with self.lock:
             self.threads = torch.get_num_threads()
-        self.listens.put(listen)
-        self.refills.drop_of(listen.seat)
+            self.listens[listen.seat] = listen
+            self.refills.pop(listen.seat, None)
+
+    def listening(self) -> list[Listen]:
+        """The questions that are listened to, in their order; those that nobody wants any more are dropped."""
+        with self.lock:
+            self.listens = {seat: listen for seat, listen in self.listens.items() if not listen.stream.closed}
+            return [*self.listens.values()]
+
+    def stop_listening(self, seat: Seat, stream: FeatureStream) -> None:
+        """Listen to a stream no more."""
+        with self.lock:
+            if seat in self.listens and self.listens[seat].stream is stream:
+                del self.listens[seat]
+
+    def later(self, listen: Listen) -> None:
+        """Let others that are listened to come first."""
+        with self.lock:
+            if self.listens.get(listen.seat) is listen:
+                self.listens[listen.seat] = self.listens.pop(listen.seat)
 
     def withdraw(self, running: Running) -> bool:
         """Let a question go that was not asked yet; returns whether it was not."""
@@ -76,10 +101,99 @@ class Requests:
 
     def vacate(self, seat: Seat) -> None:
         """Have a conversation's slot freed; the stepping thread is not woken."""
-        self.listens.drop(seat)
         with self.lock:
+            self.listens.pop(seat, None)
             self.vacated.append(seat)
             self.seats.discard(seat)
+
+
+TOLD = AHEAD // 4
+"""Time steps of which the listener in another process may not have told yet that it has read them."""
+
+
+@dataclass(frozen=True)
+class Watermarks:
+    """Frames of sound that live listeners hold.
+
+    Attributes:
+        low: a row whose listener holds less is stepped at once.
+        high: a row whose listener holds more rests.
+        least: seconds that `low` stands for at least, for frames that are short; `high` is raised by as many frames.
+    """
+
+    low: float = 2.0
+    high: float = 8.0
+    least: float = 0.16
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high:
+            raise UserError(f"watermarks: low is {self.low} and high is {self.high}; low must be above 0 and below high")
+        if not self.least >= 0:
+            raise UserError(f"watermarks: least is {self.least}; it must be a number of seconds from 0 on")
+
+    def at(self, frame_rate: float) -> tuple[float, float]:
+        """Both marks in frames, of which as many sound a second."""
+        low = max(self.low, self.least * frame_rate)
+        return low, self.high + low - self.low
+
+
+@dataclass
+class Due:
+    """Answers by what their listeners hold.
+
+    Attributes:
+        new: of live listeners who have heard nothing yet, or the first frames only, to be stepped at once.
+        low: of those who hold little, to be stepped at once.
+        along: of others, to be stepped with the low ones; full, the number of those that hold enough.
+        read: of programs that read.
+        behind: of programs that do not.
+        lost: of live listeners who do not, for too long.
+        slack: seconds until another live listener is low; infinite where there is none.
+        spare: seconds until one of them has run out of sound; infinite where there is none.
+        late: somebody has run out of sound.
+    """
+
+    new: list[Running] = field(default_factory=list)
+    low: list[Running] = field(default_factory=list)
+    along: list[Running] = field(default_factory=list)
+    full: int = 0
+    read: list[Running] = field(default_factory=list)
+    behind: list[Running] = field(default_factory=list)
+    lost: list[Running] = field(default_factory=list)
+    slack: float = float("inf")
+    spare: float = float("inf")
+    late: bool = False
+
+
+def choose(answers: Iterable[Running], now: float, marks: Watermarks, unread: float = UNREAD) -> Due:
+    """Sort the answers whose rows have started by what their listeners hold at the time `now` of `time.perf_counter`.
+    `unread`: seconds of sound that a live listener may leave unread, besides what is written ahead of it."""
+    due, least = Due(), float("inf")
+    for running in answers:
+        if not running.live:
+            whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
+            (due.read if whole else due.behind).append(running)
+            continue
+        low, high = marks.at(running.frame_rate)
+        if running.unread > high + TOLD + unread * running.frame_rate:
+            due.lost.append(running)
+        elif running.plays is None and not running.exact:
+            due.new.append(running)
+        else:
+            held = running.exact if running.plays is None else running.held(now, running.exact)  # it is about to play
+            due.late |= held <= 0
+            if running.exact <= low or running.plays is None:
+                due.new.append(running)
+            elif held < low:
+                due.low.append(running)
+            elif held < high:
+                due.along.append(running)
+            else:
+                due.full += 1
+            if (seconds := held / running.frame_rate) < least:
+                least, due.slack = seconds, seconds - low / running.frame_rate
+    due.spare = least
+    return due
 
 
 PATIENCE = 8
@@ -118,7 +232,7 @@ class SteppingThread:
         """End the thread, and all answers."""
         self.worker.stop()
         self._take()
-        for running in [*self._intake.clear(), *self._batch.talks]:
+        for running in [*self._intake.clear(), *self._batch.answers]:
             running.stop()
             running.release()
             running.left.set()
@@ -136,8 +250,8 @@ class SteppingThread:
         batch, intake = self._batch, self._intake
         self._take()
         intake.place()
-        due = choose(batch.talks.values(), time.perf_counter(), self._marks, self._unread)
-        unknown = not all([talk.running.rest() for talk in due.behind])
+        due = choose(batch.answers, time.perf_counter(), self._marks, self._unread)
+        unknown = not all([running.rest() for running in due.behind])
         self._recorder.slack = None if due.slack == float("inf") else due.slack
         wait = self._give_up(due)
         incoming = intake.entering is not None or bool(intake.placed)
@@ -169,8 +283,8 @@ class SteppingThread:
             if not self._intake.coming or 2 * passed >= spare or spare == float("inf"):
                 return
 
-    def _beside(self, urgent: Sequence[Talk], due: Due) -> list[Talk]:
-        """Talks that a step takes besides those that cannot wait."""
+    def _beside(self, urgent: Sequence[Running], due: Due) -> list[Running]:
+        """Answers that a step takes besides those that cannot wait."""
         fixed, each = self._recorder.cost() or (1.0, 0.0)
         alone, more = fixed + each * len(urgent), each * len(due.along)
         cheap = 4 * more <= alone  # of a large model, whose step costs little more with them
@@ -180,22 +294,41 @@ class SteppingThread:
             return due.along + due.read
         return due.along if cheap else []
 
-    def _step(self, talks: Sequence[Talk]) -> None:
+    def _step(self, answers: Sequence[Running]) -> None:
         self._steps, self._unfed = self._steps + 1, self._unfed + 1
-        self._batch.step(talks)
+        self._batch.step(answers)
 
     def _refill(self, slack: float, read: bool) -> bool:
         """Feed a piece of a question whose sound is still coming, or of what stays of a conversation, where there is time: with
         rows to fill only now and then, and the latter also with rows that programs read."""
-        requests, wait = self._requests, self._unfed < PATIENCE
-        start = time.perf_counter()
-        listened = not (self._filling and wait) and self._intake.listen(requests.listens, slack)
-        if listened:
-            self._recorder.heard(time.perf_counter() - start)
-        if not listened and (((self._filling or read) and wait) or not self._intake.refill(requests.refills, slack)):
-            return False
-        self._unfed = 0
-        return True
+        wait = self._unfed < PATIENCE
+        fed = not (self._filling and wait) and self._listen(slack)
+        fed = fed or (not ((self._filling or read) and wait) and self._feed_what_stays(slack))
+        self._unfed = 0 if fed else self._unfed
+        return fed
+
+    def _listen(self, slack: float) -> bool:
+        start, every = time.perf_counter(), self._requests.listening()
+        for listen in every:
+            if self._intake.listen(listen, [other.seat for other in every], slack):
+                self._requests.later(listen)
+                self._recorder.heard(time.perf_counter() - start)
+                return True
+        return False
+
+    def _feed_what_stays(self, slack: float) -> bool:
+        """Feed a piece of the refill that waits longest. Those of conversations that have lost their slot, or are being
+        answered, are dropped: the question feeds what is left."""
+        requests = self._requests
+        for seat, refill in list(requests.refills.items()):
+            ready = self._batch.runner is not None and seat.slot is not None and not seat.busy
+            fed = self._intake.refill(refill, slack) if ready else 0
+            with requests.lock:
+                if fed == 0 and requests.refills.get(seat) is refill:
+                    del requests.refills[seat]
+            if ready:
+                return fed is not None
+        return False
 
     def _take(self) -> None:
         """Take what clients asked for since the last boundary."""
@@ -218,23 +351,25 @@ class SteppingThread:
     def _empty(self, seat: Seat) -> None:
         """Free a conversation's slot; an answer that nobody waits for any more is cancelled first."""
         self._intake.cancel(seat)
-        for running in [running for running in self._batch.talks if running.seat is seat]:
+        for running in [running for running in self._batch.answers if running.seat is seat]:
             running.stop()
             self._batch.end(running, "cancelled")
-        if not self._batch.empty(seat):  # once it has come in
+        if seat.busy:  # once it has come in
             self._requests.vacate(seat)
+        else:
+            self._batch.slots.give(seat)
 
     def _give_up(self, due: Due) -> float:
         """End answers that nobody has read for too long; returns the seconds until the next one."""
-        for talk in due.lost:
-            self._unheard(talk.running, self._unread)
+        for running in due.lost:
+            self._unheard(running, self._unread)
         wait, now = float("inf"), time.perf_counter()
         if self._patience is None:
             return wait
-        for talk in due.behind:
-            left = talk.running.rested + self._patience - now
-            if talk.running.resting and left <= 0:
-                self._unheard(talk.running, self._patience)
+        for running in due.behind:
+            left = running.rested + self._patience - now
+            if running.resting and left <= 0:
+                self._unheard(running, self._patience)
             else:
                 wait = min(wait, max(left, 0.01))
         return wait
@@ -245,7 +380,7 @@ class SteppingThread:
 
     def _fail(self, error: BaseException) -> None:
         """Give everybody who is under way the error; the cache is made again."""
-        under: list[Running] = [*self._batch.talks, *self._intake.clear()]
+        under: list[Running] = [*self._batch.answers, *self._intake.clear()]
         self._batch.forget()
         for running in under:
             running.fail(error)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from omni.engine import prefill_ahead
+from omni.engine.answer import Seat
 from omni.engine.engine import Engine
-from omni.engine.prefill_ahead import HOLD, LEAST, Refills, columns_in, plan
-from omni.engine.slots import Seat
+from omni.engine.prefill_ahead import HOLD, LEAST, columns_in, plan
+from omni.engine.stepping import SteppingThread
 from omni.errors import UserError
 from omni.generate.history import Exchange, common_prefix, fit, forgotten, lay_out
 from omni.generate.prefill import pack, prefill
@@ -37,7 +38,7 @@ TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, 
 def wait_until_fed(lm: SpeechLM) -> None:
     """Wait until the engine has nothing more to feed ahead."""
     end = time.monotonic() + 20
-    while lm.engine._requests.refills._waiting:
+    while lm.engine._requests.refills:
         assert time.monotonic() < end, "what stays was not fed"
         time.sleep(0.001)
 
@@ -56,7 +57,7 @@ def talk(lm: SpeechLM, turns: int, wait: bool = True, **options: Any) -> list[tu
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Has the engine never feed ahead, once called."""
-    return lambda: monkeypatch.setattr(Refills, "first", lambda self, runner: None)
+    return lambda: monkeypatch.setattr(SteppingThread, "_feed_what_stays", lambda self, slack: False)
 
 
 # --- which turns go -----------------------------------------------------------------------------------------------------

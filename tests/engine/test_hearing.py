@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from omni.engine import entering
+from omni.engine import engine, intake
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm, tone
@@ -20,13 +20,13 @@ GREEDY = Sampling(0.0)
 def heard_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads that encoded something."""
     names: list[str] = []
-    encode = entering.encode_questions
+    encode = intake.encode_questions
 
     def watched(*args: object) -> object:
         names.append(threading.current_thread().name)
         return encode(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(entering, "encode_questions", watched)
+    monkeypatch.setattr(intake, "encode_questions", watched)
     return names
 
 
@@ -39,12 +39,12 @@ def lm() -> Iterator[SpeechLM]:
 
 @pytest.mark.parametrize(("cores", "who"), [(64, "MainThread"), (1, "omni-engine")])
 def test_who_encodes(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.MonkeyPatch, cores: int, who: str) -> None:
-    monkeypatch.setattr(entering, "cores", lambda: cores)
+    monkeypatch.setattr(engine, "cores", lambda: cores)
     with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
         first = session.ask(tone(0.3)).answer()
         session.ask(tone(0.4)).answer()
     assert heard_by == [who] * 2  # the second time the second question alone
-    monkeypatch.setattr(entering, "cores", lambda: 65 - cores)
+    monkeypatch.setattr(engine, "cores", lambda: 65 - cores)
     with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
         other = session.ask(tone(0.3)).answer()
     assert heard_by[-1] != who and other.text == first.text
@@ -52,9 +52,9 @@ def test_who_encodes(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.Monk
 
 
 def test_one_at_a_time(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entering, "cores", lambda: 64)
-    monkeypatch.setattr(entering, "WAIT", 0.01)
-    with lm.engine._hearing._one, lm.session(sampling=GREEDY, max_seconds=0.3) as session:
+    monkeypatch.setattr(engine, "cores", lambda: 64)
+    monkeypatch.setattr(engine, "WAIT", 0.01)
+    with lm.engine._encoding, lm.session(sampling=GREEDY, max_seconds=0.3) as session:
         session.ask(tone(0.3)).answer()
     assert heard_by == ["omni-engine"]
 
@@ -62,10 +62,10 @@ def test_one_at_a_time(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.Mo
 def test_features_that_are_not_finite_end_one_answer(
     lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entering, "cores", lambda: 64)
+    monkeypatch.setattr(engine, "cores", lambda: 64)
     with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
         with monkeypatch.context() as broken:
-            broken.setattr(entering, "is_finite", lambda features: features is None)
+            broken.setattr(intake, "is_finite", lambda features: features is None)
             answer = session.ask(tone(0.3)).answer()
         assert answer.ended == "error" and "not finite" in str(answer.error) and session.history == []
         assert session.ask(tone(0.3)).answer().ended != "error"

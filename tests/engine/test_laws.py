@@ -13,8 +13,8 @@ import torch
 from omni.cpu.int8 import to_int8
 from omni.cpu.products import use_fast
 from omni.edit.deltas import Delta, Edits
-from omni.engine import answer, schedule
-from omni.engine.slots import Slots
+from omni.engine import answer, stepping
+from omni.engine.batch import Slots
 from omni.generate.options import GREEDY
 from omni.generate.results import AudioChunk, Event, TextDelta
 from omni.generate.sampling import Sampling
@@ -176,7 +176,7 @@ def hold(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw, lm = random.Random(seed), model(kind)
     lm = SpeechLM(lm.model, lm.tokenizer, lm.codec)
     ahead = draw.choice([2, 3, 8, 64])  # few: rows rest and go on in ever other company
-    for module in (answer, schedule):
+    for module in (answer, stepping):
         monkeypatch.setattr(module, "AHEAD", ahead)
     if seed % 2:  # rows move at every question, as they do among many idle ones
         monkeypatch.setattr(Slots, "closer", lambda self, slot, origin: self.lowest(slot))

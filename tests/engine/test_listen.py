@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni.engine import schedule
+from omni.engine import stepping
 from omni.engine.engine import Engine
 from omni.engine.intake import Intake
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -157,7 +157,7 @@ def test_a_conversation_is_what_it_is_alone(shape: str, slots: int | None, seed:
 
 def test_nothing_is_heard_ahead_while_somebody_s_sound_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     slacks: list[float] = []
-    listen = Intake._listen
+    listen = Intake.listen
 
     def watched(self: Intake, each: Any, open: Any, slack: float) -> bool:
         done = listen(self, each, open, slack)
@@ -165,7 +165,7 @@ def test_nothing_is_heard_ahead_while_somebody_s_sound_is_due(monkeypatch: pytes
             slacks.append(slack)
         return done
 
-    monkeypatch.setattr(Intake, "_listen", watched)
+    monkeypatch.setattr(Intake, "listen", watched)
     lm = listener()
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 3.0, "max_tokens": 10**4}
     with lm.session(pace="live", **options) as live, lm.session(**options) as other:
@@ -186,7 +186,7 @@ def test_who_only_reads_is_stepped_between(monkeypatch: pytest.MonkeyPatch) -> N
     """A program that reads as fast as it can, and one that pushes, both come on."""
     lm = listener()
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens": 10**4}
-    assert schedule.Watermarks()
+    assert stepping.Watermarks()
     with lm.session(**options) as one, lm.session(**options) as two:
         events, stop = one.ask(sound(0.3)), threading.Event()
         count = [0]

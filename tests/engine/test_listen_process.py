@@ -147,7 +147,7 @@ def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int])
                 listening.push(piece)
             end = time.monotonic() + 20
             while True:
-                (found,) = lm.engine._requests.listens.open()
+                (found,) = lm.engine._requests.listening()
                 stream = found.stream
                 if stream._came == len(question) and not (stream._lock.locked() or stream.due or found.ready):
                     break

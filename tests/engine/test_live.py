@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from omni.engine import intake, sound
-from omni.engine.entering import Entering
-from omni.engine.schedule import Due, Verdict, Watermarks, admit, choose
-from omni.engine.slots import Seat, Slots
+from omni.engine.answer import Seat
+from omni.engine.batch import Slots
+from omni.engine.intake import Entering, Verdict, admit
 from omni.engine.stats import Recorder
+from omni.engine.stepping import Due, Watermarks, choose
 from omni.errors import BusyError, UserError
 from omni.generate.results import AudioChunk, Ended
 from omni.generate.runner import Runner
@@ -27,8 +28,8 @@ LONG: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_seconds": 1.2, 
 
 
 def listener(played: float | None, frames: int, pace: str = "live") -> Any:
-    """A talk of `frames` frames of 40 ms, of which a listener has played some seconds by the time 100."""
-    running = SimpleNamespace(
+    """An answer of `frames` frames of 40 ms, of which a listener has played some seconds by the time 100."""
+    return SimpleNamespace(
         pace=pace,
         live=pace == "live",
         frame_rate=25.0,
@@ -36,9 +37,9 @@ def listener(played: float | None, frames: int, pace: str = "live") -> Any:
         ahead=0,
         unread=0,
         resting=False,
+        exact=max(0, frames - 1),
         held=lambda now, sounded: sounded - (now - (100 - (played or 0))) * 25,
     )
-    return SimpleNamespace(running=running, exact=max(0, frames - 1))
 
 
 def test_who_is_due() -> None:
@@ -52,9 +53,9 @@ def test_who_is_due() -> None:
     about, held = listener(None, 2), listener(None, 21)  # to begin: with one frame; with many, which wait to be enough
     found = choose([fine, about, held], 100.0, Watermarks(2.0, 5.0, 0.0))
     assert found.new == [about, held] and found.spare == pytest.approx(1 / 25)
-    program.running.ahead = 64
+    program.ahead = 64
     assert choose([program], 100.0, Watermarks()).behind == [program]
-    new.running.unread, fine.running.unread = 5 + 16 + 250, 5 + 16 + 251
+    new.unread, fine.unread = 5 + 16 + 250, 5 + 16 + 251
     found = choose([new, fine], 100.0, Watermarks(2.0, 5.0, 0.0))
     assert (found.new, found.lost, found.along) == ([new], [fine], [])  # ten seconds of 25 frames
     with pytest.raises(UserError, match="low is 3.0 and high is 2.0"):
@@ -67,9 +68,7 @@ def test_who_is_due() -> None:
 def test_rows_that_are_stepped_are_neighbours() -> None:
     slots, seats = Slots(24), [Seat(10) for _ in range(24)]
     for seat in seats:
-        slots.place(seat)
-    for seat in seats:
-        seat.busy = False
+        slots.hold(seat)
     for seat in seats[2:4]:
         seat.busy = True
     assert slots.closer(4, origin=False) == 4 and slots.closer(4, origin=True) == 0  # the lowest one that is idle
@@ -136,7 +135,7 @@ def test_a_live_row_rests_when_its_listener_holds_enough(lm: SpeechLM) -> None:
         time.sleep(0.4)
         running = inside(session)._last
         assert running is not None
-        sounded = running.written - lm.layout.max_delay - 1
+        sounded = len(running.wrote) - lm.layout.max_delay - 1
         played = (time.perf_counter() - start) * 25
         assert played - 2 < sounded < played + 12 or running.over
         list(events)
@@ -245,7 +244,7 @@ def test_a_live_listener_who_never_reads_loses_its_answer_and_others_go_on(lm: S
     lm.start_engine(slots=2, patience=0.05)
     with lm.session(**LONG | {"max_seconds": 10.0}) as asleep, lm.session(**LONG) as awake:
         unread, read = asleep.ask("hello", "T1A2"), list(awake.ask("hello", "T1A2"))
-        assert inside(asleep)._last is not None and inside(asleep)._last.left.wait(20) and inside(asleep)._last.written < 60
+        assert inside(asleep)._last is not None and inside(asleep)._last.left.wait(20) and len(inside(asleep)._last.wrote) < 60
         ended = list(unread)[-1]
         assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.05 s" in ended.error
         assert not asleep.turns and len(awake.turns) == 1

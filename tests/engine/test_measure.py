@@ -14,7 +14,7 @@ import torch
 from omni.codec.base import CodecBatch
 from omni.engine import stats as stats_module
 from omni.engine.engine import Engine
-from omni.engine.schedule import admit
+from omni.engine.intake import admit
 from omni.engine.stats import STEPS, KnownCosts, Recorder, StepCost, StepCosts, costs_file, load_costs, measured_of, powers_to
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM

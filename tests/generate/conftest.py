@@ -12,7 +12,7 @@ from torch import Tensor
 from omni.codec.base import AudioCodec, CodecStream
 from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.whisper_config import WhisperConfig
-from omni.engine import entering as entering_module
+from omni.engine import intake as entering_module
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from omni.encoder.whisper_config import WhisperConfig
-from omni.engine import entering
+from omni.engine import intake
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from tests.close import assert_near
@@ -55,9 +55,7 @@ def pieces(clip: Tensor, most: int = 5000, seed: int = 0) -> Iterator[Tensor]:
 def wait_until_heard(lm: SpeechLM) -> None:
     """Wait until the engine has encoded and fed all that came."""
     requests, end = lm.engine._requests, time.monotonic() + 20
-    while requests.refills._waiting or any(
-        each.stream._lock.locked() or each.stream.due or each.ready for each in requests.listens.open()
-    ):
+    while requests.refills or any(each.stream._lock.locked() or each.stream.due or each.ready for each in requests.listening()):
         assert time.monotonic() < end, "what came was not heard"
         time.sleep(0.001)
 
@@ -117,11 +115,11 @@ def equal_conversations(lm: SpeechLM, wait: bool, turns: int = 7, **options: Any
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Columns that were left to prefill, of each question."""
-    found, pack = [], entering.pack
+    found, pack = [], intake.pack
 
     def watched(layout: Any, columns: Any, features: Any, starts: Any) -> Any:
         found.append(len(columns[0]) - starts[0])
         return pack(layout, columns, features, starts)
 
-    monkeypatch.setattr(entering, "pack", watched)
+    monkeypatch.setattr(intake, "pack", watched)
     return found

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from omni.config import ProjectorConfig
 from omni.edit.deltas import Delta, Edits
-from omni.engine.prefill_ahead import Listen, Listens
+from omni.engine.prefill_ahead import Listen
+from omni.engine.stepping import Requests
 from omni.errors import SoundWarning
 from omni.generate.feature_stream import FeatureStream
 from omni.generate.question import Asked, encode_questions
@@ -68,7 +69,7 @@ def test_heard_while_it_comes_equals_the_whole(layout: str, shape: str, wait: bo
 @pytest.mark.parametrize("cores", [1, 64])
 def test_whoever_encodes_the_rest(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """The stepping thread, or who asks; of what was heard, of what came too fast to be heard, and of nothing."""
-    monkeypatch.setattr("omni.engine.entering.cores", lambda: cores)
+    monkeypatch.setattr("omni.engine.engine.cores", lambda: cores)
     equal_conversations(lm, False, turns=5)
     equal_conversations(lm, True, turns=5)
     advance = FeatureStream.advance
@@ -296,19 +297,19 @@ def test_features_of_a_stream_are_those_of_the_whole(lm: SpeechLM) -> None:
 
 
 def test_listens_take_turns(lm: SpeechLM) -> None:
-    listens = Listens()
+    requests = Requests()
     with lm.session() as one, lm.session() as two:
         for session in (one, two):
             session._listen = lambda: None  # type: ignore[method-assign]
         seats = [inside(one)._seat, inside(two)._seat]
         every = [Listen(seat, FeatureStream(lm.model, "A1A2"), ()) for seat in seats if seat is not None]
         for each in every:
-            listens.put(each)
-        assert listens.open() == every
-        listens.later(every[0])
-        assert listens.open() == every[::-1]
+            requests.listen(each)
+        assert requests.listening() == every
+        requests.later(every[0])
+        assert requests.listening() == every[::-1]
         every[0].stream.closed = True
-        assert listens.open() == [every[1]]
-        listens.drop(every[1].seat)
-        listens.later(every[1])
-        assert not listens.open()
+        assert requests.listening() == [every[1]]
+        requests.stop_listening(every[1].seat, every[1].stream)
+        requests.later(every[1])
+        assert not requests.listening()

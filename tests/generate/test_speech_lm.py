@@ -138,8 +138,8 @@ def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPat
     def looked_at(features: torch.Tensor) -> bool:
         return True
 
-    monkeypatch.setattr("omni.engine.entering.is_finite", looked_at)
-    monkeypatch.setattr("omni.engine.entering.finish_queued", wait)
+    monkeypatch.setattr("omni.engine.intake.is_finite", looked_at)
+    monkeypatch.setattr("omni.engine.intake.finish_queued", wait)
     for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate([tone(0.3)], max_seconds=0.3)):
         assert (answer.timings.encode, answer.timings.prefill) == (5.0, 10.0)
 
