@@ -134,7 +134,7 @@ class LocalConnection:
             while (event := await self._events.get()) is not None:
                 await self.session.handle(json.dumps(event))
             if self._save is not None:
-                await self.session.responses.save(self._save)
+                await self.session.responses.dialogue.save(self._save)
         finally:
             await self.session.close()
 

@@ -15,20 +15,19 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
+from infer.serve.bounds import SessionBounds
 from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.host import EngineHost
 from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
 from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.realtime.session import RealtimeSession
-from infer.serve.realtime.webrtc import add_calls
-from infer.serve.realtime.websocket import INTERNAL, SocketSession, SocketTransport, refuse
+from infer.serve.realtime.webrtc import Calls
+from infer.serve.realtime.websocket import INTERNAL, SocketTransport, refuse, serve_socket
 from infer.serve.rest.audio import speak, transcribe
 from infer.serve.rest.chat import Completions
 from infer.serve.rest.jobs import Job, Jobs
-from infer.serve.server import REALTIME, Gate, Headers, Server, add_web, too_large
+from infer.serve.server import REALTIME, Gate, Headers, Server, add_web, response_of, too_large
 from infer.serve.settings import ServeSettings
-from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 
 THREADS = 64  # threads for what waits for the engine's process
@@ -75,22 +74,22 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
         )
     add_web(app, server)
     add_rest(app, server)
-    calls = add_calls(app, server)
+    calls = Calls(app, server)
 
     @app.exception_handler(Denied)
     async def denied(request: Request, error: Denied) -> JSONResponse:
         server.metrics.refused.labels(error.code).inc()
-        return error.response()
+        return response_of(error)
 
     @app.exception_handler(EngineLost)
     async def lost(request: Request, error: EngineLost) -> JSONResponse:
-        return failure_of(error).response()
+        return response_of(failure_of(error))
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 413:
             return too_large(settings.limits.body_bytes)
-        response = Failure(error.status_code, str(error.detail)).response()
+        response = response_of(Failure(error.status_code, str(error.detail)))
         response.headers.update(error.headers or {})
         return response
 
@@ -103,35 +102,30 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
 
 async def _serve_socket(server: Server, socket: WebSocket) -> None:
     """One WebSocket of `/v1/realtime`."""
-    limits, protocols = server.settings.limits, socket.scope.get("subprotocols", [])
+    protocols, query = socket.scope.get("subprotocols", []), socket.query_params
+    transport = SocketTransport(socket, server.settings.limits.unread_bytes)
     try:
         owner, secret = server.admit(socket.headers, protocols)
-        server.enter(owner)
+        intent = {"type": "transcription"} if query.get("intent") == "transcription" else {}
+        session = server.begin("websocket", owner, transport, {**intent, **secret}, query.get("omni") == "1")
     except Denied as error:
         server.metrics.refused.labels(error.code).inc()
         await refuse(socket, error)
         return
-    transport = SocketTransport(socket, limits.unread_bytes)
-    session: RealtimeSession | None = None
-    try:
-        intent = {"type": "transcription"} if socket.query_params.get("intent") == "transcription" else {}
-        session = server.begin(transport, {**intent, **secret}, socket.query_params.get("omni") == "1")
-        await socket.accept("realtime" if "realtime" in protocols else None)
-        session.log.info("session began", fields={"transport": "websocket", "owner": owner})
-        server.metrics.sessions.labels("websocket").inc()
-        await SocketSession(socket, transport, session, server.keys, owner).run()
     except ProtocolError as error:
         await refuse(socket, Denied(400, error.code, str(error)))
+        return
+    reason = "the server failed"
+    try:
+        await socket.accept("realtime" if "realtime" in protocols else None)
+        reason = await serve_socket(transport, SessionBounds(session, server.keys.usage[owner]))
     except Exception:
-        LOG.exception("a socket failed")
+        session.log.exception("a socket failed")
         with contextlib.suppress(Exception):
-            await socket.close(INTERNAL)
+            await socket.close(INTERNAL, reason)
     finally:
-        server.keys.leave(owner)
-        if session is not None:
-            del server.sessions[session.id]
-            server.metrics.sessions.labels("websocket").dec()
-            session.log.info("session ended")
+        await session.close()
+        server.end("websocket", owner, session, reason)
 
 
 class ExpiresAfter(BaseModel):
@@ -172,7 +166,7 @@ def add_models(app: FastAPI, server: Server) -> None:
         if name == server.voices.model:
             return JSONResponse(shown)
         message = f"the model {name[:80]!r} does not exist; this server has {server.voices.model!r}"
-        return Failure(404, message, "model_not_found", param="model").response()
+        return response_of(Failure(404, message, "model_not_found", param="model"))
 
 
 def add_rest(app: FastAPI, server: Server) -> None:

@@ -16,9 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
 
+from infer.serve.bounds import POLICY, Quota
 from infer.serve.errors import Denied, as_protocol_error
-from infer.serve.keys import Quota
-from infer.serve.realtime.session import POLICY
 from infer.serve.telemetry import LOG
 
 HEAD_SECONDS, LINGER = 10.0, 5.0

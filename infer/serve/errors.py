@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi.responses import JSONResponse
-
 from infer.serve.realtime.protocol import LOST, Event, ProtocolError
 from infer.serve.telemetry import LOG
 from omni.engine.wire import EngineLost
 from omni.errors import RoomError, UserError
-
-RETRY_SECONDS = 2  # seconds after which a request that found no room may come again
 
 ENGINE_PROBLEMS = ("this engine ", "this session ")
 """Beginnings of the engine's errors that are about itself, and not about its input."""
@@ -41,10 +37,6 @@ class Failure(Exception):
     @property
     def body(self) -> Event:
         return {"error": {"message": str(self), "type": self.error_type, "param": self.param, "code": self.code or None}}
-
-    def response(self) -> JSONResponse:
-        headers = {"retry-after": str(RETRY_SECONDS)} if self.retry else None
-        return JSONResponse(self.body, self.status, headers=headers)
 
 
 class Denied(Failure):

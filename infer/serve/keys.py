@@ -1,4 +1,4 @@
-"""Access: keys, short-lived client secrets, origins, and quotas of keys.
+"""Access: keys, short-lived client secrets, and origins.
 
 A key comes in the `Authorization` header, or, from a browser, in the WebSocket's subprotocol `openai-insecure-api-key.KEY`.
 A client secret is signed and kept nowhere: each server that has the same keys knows it.
@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
 from itsdangerous import BadData, URLSafeSerializer
 
+from infer.serve.bounds import Quota
 from infer.serve.errors import Denied
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
@@ -41,42 +41,6 @@ def is_local(host: str) -> bool:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
         return ip_address(name).is_loopback
     return name == "localhost"
-
-
-class TokenBucket:
-    """A token bucket that holds `most` and is refilled evenly within `seconds`."""
-
-    def __init__(self, most: float, seconds: float, unit: str, code: str = "rate_limit_exceeded") -> None:
-        self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
-        self._denied = 429, code, f"more than {most:,.0f} {unit}; wait"
-
-    def use(self, amount: float, denies: bool) -> None:
-        """Take an amount, or all that is left; with `denies`, Denied where that is not enough."""
-        now = monotonic()
-        self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
-        if denies and amount > self._left:
-            raise Denied(*self._denied)
-        self._left = max(self._left - amount, 0.0)
-
-
-class Quota:
-    """Counts frames, bytes, events and seconds of sound of one connection with its session, or of all of a `key`."""
-
-    def __init__(self, limits: ServerLimits, key: bool = False) -> None:
-        events, seconds = limits.key_events, limits.key_audio_seconds
-        if not key:
-            events, seconds = min(events, limits.session_events), min(seconds, limits.session_audio_seconds)
-        self._left = {
-            "frames": TokenBucket(limits.session_frames, 10, "frames within 10 s"),
-            "bytes": TokenBucket(limits.session_bytes, 60, "bytes within a minute"),
-            "events": TokenBucket(events, 60, "events and requests within a minute"),
-            "seconds": TokenBucket(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
-        }
-
-    def count(self, denies: bool = True, **amounts: float) -> None:
-        """Count amounts by name; with `denies`, Denied for more than the quota."""
-        for name, amount in amounts.items():
-            self._left[name].use(amount, denies)
 
 
 def read_keys(path: str | Path) -> tuple[str, ...]:

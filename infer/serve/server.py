@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 from collections import Counter
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import Denied, Failure
+from infer.serve.errors import Denied, Failure, failure_of
 from infer.serve.host import EngineHost
 from infer.serve.keys import LOOPBACK, Keys, check_origin, is_local, key_of
 from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.protocol import LOST
 from infer.serve.realtime.session import RealtimeSession
+from infer.serve.realtime.state import Transport
 from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import Metrics
 from infer.turns.vad import VoiceActivity
@@ -49,6 +52,8 @@ HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
 
 REALTIME = "/v1/realtime"  # path of the server's only WebSockets
 STATS_WAIT = 2.0  # seconds that the engine has to tell its figures before it counts as stuck
+GONE = 499  # status of a request whose client went away, for the figures alone
+RETRY_SECONDS = 2  # seconds after which a request that found no room may come again
 
 
 @dataclass(eq=False)
@@ -78,29 +83,54 @@ class Server:
         """Answers that somebody hears or waits for."""
         return self.requests.total() + sum(session.responses.playing for session in self.sessions.values())
 
-    def enter(self, owner: str) -> None:
-        """Count a new session for its key; Denied where none is taken."""
+    def begin(self, carrier: str, owner: str, transport: Transport, changes: Mapping[str, Any], omni: bool) -> RealtimeSession:
+        """A new session of a key's owner; Denied where none is taken, ProtocolError where it cannot have this configuration."""
         if self.draining:
             raise Denied(503, "server_shutting_down", "this server ends; connect again")
         if not self.host.alive:
             raise Denied(503, "engine_lost", LOST)
         if len(self.sessions) >= self.settings.limits.sessions:
             raise Denied(429, "session_limit_reached", "this server has as many sessions as it takes; try again")
-        self.keys.enter(owner)
-
-    def begin(self, transport: Any, changes: Any, wants_omni: bool) -> RealtimeSession:
-        """A new session; ProtocolError where the configuration that it begins with cannot be."""
-        configuration = updated(Configuration(), dict(changes), started=False) if changes else None
+        configuration = updated(Configuration(), dict(changes), started=False)
         session = RealtimeSession(
-            self.host, self.settings, self.voices, self.vad, self.metrics, transport, configuration, wants_omni
+            self.host, self.settings, self.voices, self.vad, self.metrics, transport, configuration, wants_omni=omni
         )
+        self.keys.enter(owner)
         self.sessions[session.id] = session
+        self.metrics.sessions.labels(carrier).inc()
+        session.log.info("session began", fields={"transport": carrier, "owner": owner})
         return session
+
+    def end(self, carrier: str, owner: str, session: RealtimeSession, reason: str) -> None:
+        """Count a session no longer."""
+        self.keys.leave(owner)
+        del self.sessions[session.id]
+        self.metrics.sessions.labels(carrier).dec()
+        session.log.info("session ended", fields={"reason": reason})
 
     def lost(self) -> None:
         """Tell every session that the engine was lost."""
         for session in list(self.sessions.values()):
             session.tell_error(LOST)
+
+
+async def respond(work: Awaitable[Response]) -> Response:
+    """The response of a handler; what it raises is told in OpenAI's form, but `Denied` and HTTP's own errors, which the
+    application tells."""
+    try:
+        return await work
+    except (Denied, HTTPException):
+        raise
+    except ClientDisconnect:
+        return Response(status_code=GONE)
+    except Exception as error:
+        return response_of(failure_of(error))
+
+
+def response_of(failure: Failure) -> JSONResponse:
+    """The response to a request that is not answered."""
+    headers = {"retry-after": str(RETRY_SECONDS)} if failure.retry else None
+    return JSONResponse(failure.body, failure.status, headers=headers)
 
 
 class Headers:
@@ -130,9 +160,9 @@ class Gate:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "websocket" and scope["path"] != REALTIME:
-            respond = Failure(404, f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}").response()
             if "websocket.http.response" in scope.get("extensions", {}):
-                await respond(scope, receive, send)
+                message = f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}"
+                await response_of(Failure(404, message))(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008, "reason": f"connect to {REALTIME}"})
         elif scope["type"] == "http" and length_of(scope) > self._most:
@@ -163,7 +193,7 @@ def length_of(scope: Any) -> int:
 def too_large(most: int) -> JSONResponse:
     """The response to a body that has more bytes."""
     message = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
-    return Failure(413, message, "too_large").response()
+    return response_of(Failure(413, message, "too_large"))
 
 
 def add_web(app: FastAPI, server: Server) -> None:
@@ -203,7 +233,7 @@ def add_web(app: FastAPI, server: Server) -> None:
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus, for this machine alone."""
         if not _is_near(request):
-            return Failure(403, "metrics are for this machine, by the name of localhost").response()
+            return response_of(Failure(403, "metrics are for this machine, by the name of localhost"))
         try:
             stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
         except (UserError, asyncio.TimeoutError):

@@ -163,23 +163,10 @@ class Dialogue:
         self.engine, self._options = engine, options
         return self._session, turns
 
-    @property
-    def sample_rate(self) -> int:
-        """Of the engine's sound, in Hz."""
-        rate: int = self._host.engine.sample_rate
-        return rate
-
     async def queue_position(self) -> int:
         """Position of the last question among those that wait for room, from 1; 0 where it does not wait."""
         position: int = await asyncio.to_thread(lambda: self._session.place) if self._session is not None else 0
         return position
-
-    def columns(self, events: AnswerStream) -> int:
-        """Positions that the question of these events takes in the model's context: features of sound, or ids of text."""
-        if events.running is None:
-            return 0
-        turn = events.running.asked.turn
-        return int(turn.features or len(turn.question))
 
     async def settled(self, events: AnswerStream) -> Message | None:
         """The answer of these events as the history has it; they have ended."""

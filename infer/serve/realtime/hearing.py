@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 
 from infer.pcm import PCM_RATE, to_int16
-from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.input_buffer import InputBuffer, TurnSound
 from infer.serve.realtime.items import check_length
-from infer.serve.realtime.playback import Owner
 from infer.serve.realtime.protocol import ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.transcripts import PartialTranscripts
+from infer.serve.realtime.state import SessionState
+from infer.serve.realtime.transcripts import Transcripts
 from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent
-from infer.turns.vad import SpeechStream, VoiceActivity
+from infer.turns.vad import SpeechStream
 
 SHORTEST = 0.1  # seconds of the shortest sound that can be committed, as in OpenAI's
 KEPT = 4.0  # seconds that are kept, while nobody speaks, besides the padding of a turn
@@ -25,8 +24,8 @@ FAINT = 64  # steps of 16 bits between the lowest and the highest sample of sile
 class SessionInput:
     """The input of one session; `uncounted` are seconds of sound that came and were not yet counted for the client's key."""
 
-    def __init__(self, owner: Owner, responses: Responses, vad: VoiceActivity, partials: PartialTranscripts) -> None:
-        self._owner, self._responses, self._vad, self._partials = owner, responses, vad, partials
+    def __init__(self, owner: SessionState, responses: Responses, transcripts: Transcripts) -> None:
+        self._owner, self._responses, self._transcripts = owner, responses, transcripts
         self.buffer = InputBuffer(min(max(owner.longest + 10, 60.0), 600.0))
         self.uncounted = 0.0
         self._detector: TurnDetector | None = None
@@ -34,23 +33,21 @@ class SessionInput:
         self._item = ""  # id of the item that the present turn is going to be
         self._begins = self._first = 0.0  # second at which the present turn's sound begins, and what the buffer has of it
         self._turn: TurnSound | None = None  # what the engine hears of it
-        self.configure(owner.configuration)
+        self.configure()
 
-    def configure(self, now: Configuration) -> None:
+    def configure(self) -> None:
         """Take changed settings over."""
-        wanted = now.audio.input.turn_detection
-        if wanted is None:
-            if self._detector is not None:
-                self._drop()
-            self._detector = None
-        elif self._detector is None:
-            self._restart(TurnDetector(wanted, self.buffer.end))
-        else:
+        wanted = self._owner.configuration.audio.input.turn_detection
+        if wanted is not None and self._detector is not None:
             self._detector.settings = wanted
+        elif wanted is not None or self._detector is not None:
+            self._restart()
 
-    def _restart(self, detector: TurnDetector) -> None:
+    def _restart(self) -> None:
+        """Drop the present turn, and look for the next one in what comes."""
         self._drop()
-        self._detector = detector
+        wanted = self._owner.configuration.audio.input.turn_detection
+        self._detector = None if wanted is None else TurnDetector(wanted, self.buffer.end)
         self._stream = SpeechStream()
 
     async def append(self, data: bytes) -> None:
@@ -66,10 +63,9 @@ class SessionInput:
     async def _follow(self, samples: np.ndarray) -> None:
         """Follow the turns in new samples."""
         self.uncounted += len(samples) / PCM_RATE
-        if not len(samples):
-            return
-        await self._find_turns(samples)
-        self._listen()
+        if len(samples):
+            await self._find_turns(samples)
+            self._listen()
 
     def _listen(self) -> None:
         """Pass the sound that surely belongs to the present turn to the engine and to partial transcripts."""
@@ -79,13 +75,16 @@ class SessionInput:
         if detector is None and not self._item:
             self._item = new_id("item")
         if self._owner.configuration.omni.partial_transcripts:
-            first = buffer.start if detector is None else self._begins
-            self._partials.follow(self._item, first, self._sure, self._so_far)
+            self._transcripts.follow(self._item, self._start, self._sure, self._so_far)
         semantic = detector is not None and isinstance(detector.settings, SemanticVad)
         self._turn = self._turn or self._responses.listen(semantic)
-        if self._turn is None:
-            return
-        self._turn.follow(buffer, None if detector is None else self._begins, self._sure)
+        if self._turn is not None:
+            self._turn.follow(buffer, self._start, self._sure)
+
+    @property
+    def _start(self) -> float:
+        """Second of the input at which the present turn begins."""
+        return self.buffer.start if self._detector is None else self._begins
 
     @property
     def _sure(self) -> float:
@@ -98,13 +97,13 @@ class SessionInput:
         """The present turn as a question: the engine's listening, or else its sound; None where it is too short or too long."""
         if self._turn is not None and (heard := self._turn.so_far()) is not None:
             return heard
-        sound = self.buffer.part(None if self._detector is None else self._begins, 0, self._sure)
+        sound = self.buffer.part(self._start, 0, self._sure)
         return sound if SHORTEST <= len(sound) / PCM_RATE <= self._owner.longest else None
 
     async def _find_turns(self, samples: np.ndarray) -> None:
         if self._detector is None:
             return
-        for probability in await self._vad.push(self._stream, samples):
+        for probability in await self._owner.vad.push(self._stream, samples):
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
                 return
@@ -145,7 +144,7 @@ class SessionInput:
         """Commit the turn's sound, and have it answered; what came after the decision is kept for the next turn."""
         owner = self._owner
         sound = self.buffer.take(self._begins, ended + owner.settings.padding)
-        self.buffer.take(None, decided)
+        self.buffer.forget(decided)
         owner.metrics.endpointed(endpointing)
         self._add(self._item, sound[: int(owner.longest * PCM_RATE)])
         detection = owner.configuration.audio.input.turn_detection
@@ -162,28 +161,31 @@ class SessionInput:
                 "input_audio_buffer_commit_empty",
             )
         speaking = self._detector is not None and self._detector.speaking
-        first = self._begins if speaking else None
-        length = self.buffer.end - max(self.buffer.start, first or 0.0)
+        first = max(self.buffer.start, self._begins if speaking else 0.0)
+        length = self.buffer.end - first
         way = "send input_audio_buffer.clear, and commit shorter pieces"
         check_length(length * PCM_RATE, self._owner.longest, "the input buffer", way, "audio")
         item = self._item if speaking or self._detector is None else ""
+        unheard = self._detector is not None and not speaking and self._detector.voiced <= self.buffer.start
         if self._detector is not None and speaking:
             self._detector.stop()
-        unheard = self._detector is not None and not speaking and self._detector.voiced <= self.buffer.start
         self.buffer.drop_half_sample()
         sound = self.buffer.take(first)
         self._add(item or new_id("item"), sound, unheard or int(sound.max()) - int(sound.min()) <= FAINT)
 
-    def _add(self, item: str, sound: np.ndarray, silent: bool = False) -> None:
+    def _add(self, item_id: str, sound: np.ndarray, silent: bool = False) -> None:
         if silent:
             self._drop()
-        self._partials.stop()
+        self._transcripts.stop()
         turn, self._turn, self._item = self._turn, None, ""
-        part = self._owner.add_spoken(item, sound).content[0]
-        part.turn, part.silent = turn, silent
+        owner = self._owner
+        item = owner.add_spoken(item_id, sound)
+        item.content[0].turn, item.content[0].silent = turn, silent
+        if owner.configuration.audio.input.transcription is not None or owner.configuration.type == "transcription":
+            owner.spawn(self._transcripts.write(item))
 
     def _drop(self) -> None:
-        self._partials.stop()
+        self._transcripts.stop()
         turn, self._turn, self._item = self._turn, None, ""
         if turn is not None:
             self._owner.spawn(turn.drop())
@@ -191,10 +193,8 @@ class SessionInput:
     def clear(self) -> None:
         """Drop what the buffer holds."""
         self.buffer.drop_half_sample()
-        self.buffer.clear()
-        self._drop()
-        if self._detector is not None:
-            self._restart(TurnDetector(self._detector.settings, self.buffer.end))
+        self.buffer.take()
+        self._restart()
 
     def answered(self) -> None:
         """An answer has ended; the silence of its listener counts from here."""

@@ -23,20 +23,24 @@ class InputBuffer:
     """Samples at 24 kHz, at most so many seconds, from second `start` to `end` of the session's input."""
 
     def __init__(self, most: float) -> None:
-        self.most, self.start = most, 0.0
+        self.most = most
         self._form = "audio/pcm"
         self._rate = Resampler(PCM_RATE, PCM_RATE)
         self._half = b""  # the first byte of a sample whose second has not come
         self._pieces: deque[np.ndarray] = deque()
-        self._samples = 0
+        self._samples = self._gone = 0  # that it holds, and of the input before them
 
     @property
     def seconds(self) -> float:
         return self._samples / PCM_RATE
 
     @property
+    def start(self) -> float:
+        return self._gone / PCM_RATE
+
+    @property
     def end(self) -> float:
-        return self.start + self.seconds
+        return (self._gone + self._samples) / PCM_RATE
 
     def append(self, data: bytes, form: str) -> np.ndarray:
         """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
@@ -53,7 +57,7 @@ class InputBuffer:
         return self.add(to_int16(self._rate.push(decode(data, form))))
 
     def _check_room(self, count: int) -> None:
-        if self._full(count):
+        if self._samples + count > self.most * PCM_RATE:
             raise ProtocolError(
                 f"the buffer holds at most {self.most:g} s of sound; commit or clear it", "input_audio_buffer_full", "audio"
             )
@@ -65,39 +69,27 @@ class InputBuffer:
         self._samples += len(samples)
         return samples
 
-    def forget(self, before: float) -> None:
-        """Drop what came before a second of the input, in whole pieces."""
-        while self._pieces and self.start + len(self._pieces[0]) / PCM_RATE <= before:
-            self._drop()
-
     def make_room(self, count: int) -> None:
-        """Drop the oldest pieces, until so many samples more can be taken."""
-        while self._pieces and self._full(count):
-            self._drop()
+        """Drop the oldest samples, until so many more can be taken."""
+        self._drop(self._samples + count - int(self.most * PCM_RATE))
 
-    def _full(self, more: int) -> bool:
-        return self._samples + more > self.most * PCM_RATE
+    def forget(self, before: float) -> None:
+        """Drop what came before a second of the input."""
+        self._drop(round(before * PCM_RATE) - self._gone)
 
-    def _drop(self) -> None:
-        gone = self._pieces.popleft()
-        self._samples -= len(gone)
-        self.start += len(gone) / PCM_RATE
+    def _drop(self, count: int) -> None:
+        count = min(max(count, 0), self._samples)
+        self._samples, self._gone = self._samples - count, self._gone + count
+        while count:
+            piece = self._pieces.popleft()
+            if len(piece) > count:
+                self._pieces.appendleft(piece[count:])
+            count -= min(len(piece), count)
 
-    def take(self, first: float | None = None, last: float = math.inf) -> np.ndarray:
-        """The samples [S], int16, between two seconds of the input; the buffer keeps what came after them."""
-        whole = np.concatenate(self._pieces) if self._pieces else np.zeros(0, np.int16)
-        begin = 0 if first is None else max(round((first - self.start) * PCM_RATE), 0)
-        end = max(round((min(last, self.end) - self.start) * PCM_RATE), begin)
-        self.clear()
-        if end < len(whole):
-            self.start -= (len(whole) - end) / PCM_RATE
-            self.add(whole[end:])
-        return whole[begin:end]
-
-    def part(self, first: float | None, skip: int, last: float) -> np.ndarray:
-        """Samples [S] of what `take(first)` would return, without the first `skip`, up to a second of the input."""
-        begin = skip + (0 if first is None else max(round((first - self.start) * PCM_RATE), 0))
-        end = min(round((last - self.start) * PCM_RATE), self._samples)
+    def part(self, first: float, skip: int, last: float) -> np.ndarray:
+        """The samples [S], int16, between two seconds of the input, without the first `skip` that are there."""
+        begin = skip + max(round(first * PCM_RATE) - self._gone, 0)
+        end = min(round(last * PCM_RATE) - self._gone, self._samples)
         pieces, at = list[np.ndarray](), self._samples
         for piece in reversed(self._pieces):
             if at <= begin:
@@ -106,14 +98,16 @@ class InputBuffer:
             pieces.append(piece[max(begin - at, 0) : max(end - at, 0)])
         return np.concatenate([np.zeros(0, np.int16), *reversed(pieces)])
 
+    def take(self, first: float = 0.0, last: float = math.inf) -> np.ndarray:
+        """The samples [S], int16, between two seconds of the input; the buffer keeps what came after them."""
+        last = min(last, self.end)
+        sound = self.part(first, 0, last)
+        self.forget(last)
+        return sound
+
     def drop_half_sample(self) -> None:
         """Drop the first half of a sample: the next bytes begin with a whole one."""
         self._half = b""
-
-    def clear(self) -> None:
-        self.start = self.end
-        self._pieces.clear()
-        self._samples = 0
 
 
 class TurnSound:
@@ -149,9 +143,9 @@ class TurnSound:
         """The turn so far, as a question; None where it is not listened to."""
         return None if self._listening is None or self.over else self._listening.so_far()
 
-    def follow(self, buffer: InputBuffer, first: float | None, last: float) -> None:
-        """Pushes new samples of the turn from the buffer: from second `first` of the input (None for the buffer's first) to
-        second `last`, before which all surely belongs to it. The turn head also peeks at what came since."""
+    def follow(self, buffer: InputBuffer, first: float, last: float) -> None:
+        """Pushes new samples of the turn from the buffer: from second `first` of the input to second `last`, before which all
+        surely belongs to it. The turn head also peeks at what came since."""
         if self._listening is None or self.over:
             return
         if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:

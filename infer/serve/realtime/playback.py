@@ -14,17 +14,11 @@ import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import numpy as np
 
 from infer.pcm import SampleQueue, faded
-from infer.serve.realtime.configuration import Configuration, Voices
-from infer.serve.realtime.items import ConversationItem, Items
-from infer.serve.realtime.protocol import Event
-from infer.serve.settings import ServeSettings
-from infer.serve.telemetry import Metrics, SessionLog
 
 PIECE = 0.1  # seconds of sound that one event holds at most, and that may be wanting before more is sent
 SOFT = 0.2  # gain while somebody speaks who may be about to interrupt
@@ -170,45 +164,3 @@ class Pacer:
     def _due_text(self, whole: bool = False) -> None:
         while self._texts and (whole or self._texts[0][1] <= self.outlet.sent + TEXT_AHEAD):
             self._tell(self._texts.popleft()[0])
-
-
-class Transport(Protocol):
-    """Carries a session's events; `unread` counts the bytes that were put and the client has not taken."""
-
-    sound_in_events: bool
-    sent_at: float  # when an event was put last, by `time.monotonic`
-
-    @property
-    def unread(self) -> int: ...
-
-    def put(self, event: Event) -> None:
-        """Send an event; waits for nobody."""
-
-    def end(self, reason: str) -> None:
-        """Close it, once what was put before has gone."""
-
-    def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> Outlet:
-        """Where the sound of a new answer goes, at this rate or another one of its own; `emit` is called with what goes."""
-
-
-class Owner(Protocol):
-    """A session, as its parts see it; `infer.serve.realtime.session.RealtimeSession` documents these."""
-
-    conversation_id: str
-    settings: ServeSettings
-    voices: Voices
-    metrics: Metrics
-    transport: Transport
-    configuration: Configuration
-    wants_omni: bool
-    longest: float
-    items: Items
-    log: SessionLog
-
-    def send(self, event: Event) -> None: ...
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None: ...
-
-    def answered(self) -> None: ...
-
-    def add_spoken(self, item_id: str, sound: np.ndarray) -> ConversationItem: ...

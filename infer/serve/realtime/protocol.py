@@ -11,7 +11,7 @@ import math
 import reprlib
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
@@ -74,12 +74,10 @@ class Append(_ClientEvent):
     audio: str
 
 
-class Commit(_ClientEvent):
-    type: Literal["input_audio_buffer.commit"]
+class Bare(_ClientEvent):
+    """An event that its type says all of."""
 
-
-class Clear(_ClientEvent):
-    type: Literal["input_audio_buffer.clear"]
+    type: Literal["input_audio_buffer.commit", "input_audio_buffer.clear", "output_audio_buffer.clear"]
 
 
 class ItemCreate(_ClientEvent):
@@ -88,13 +86,8 @@ class ItemCreate(_ClientEvent):
     previous_item_id: Id | None = None
 
 
-class ItemDelete(_ClientEvent):
-    type: Literal["conversation.item.delete"]
-    item_id: Id
-
-
-class ItemRetrieve(_ClientEvent):
-    type: Literal["conversation.item.retrieve"]
+class ItemNamed(_ClientEvent):
+    type: Literal["conversation.item.delete", "conversation.item.retrieve"]
     item_id: Id
 
 
@@ -115,27 +108,11 @@ class ResponseCancel(_ClientEvent):
     response_id: Id | None = None
 
 
-class OutputClear(_ClientEvent):
-    type: Literal["output_audio_buffer.clear"]
-
-
-ClientEvent = (
-    SessionUpdate
-    | Append
-    | Commit
-    | Clear
-    | ItemCreate
-    | ItemDelete
-    | ItemRetrieve
-    | ItemTruncate
-    | ResponseCreate
-    | ResponseCancel
-    | OutputClear
-)
+ClientEvent = SessionUpdate | Append | Bare | ItemCreate | ItemNamed | ItemTruncate | ResponseCreate | ResponseCancel
 
 _READER: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(discriminator="type")])
 
-TYPES = tuple(model.model_fields["type"].annotation.__args__[0] for model in ClientEvent.__args__)  # type: ignore[union-attr]
+TYPES = tuple(name for model in get_args(ClientEvent) for name in get_args(model.model_fields["type"].annotation))
 
 
 def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:

@@ -1,22 +1,336 @@
-"""The responses of a session: how they begin, are interrupted, and are cut in the history."""
+"""The responses of a session: how they begin, their events in the order of the protocol, and how they are interrupted and cut.
+
+response.created > rate_limits.updated > output_item.added > item.added > content_part.added > deltas >
+output_audio.done > output_audio_transcript.done > content_part.done > item.done > output_item.done > response.done
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from infer.serve.host import EngineHost
+import numpy as np
+
+from infer.pcm import Resampler, encode
+from infer.serve.errors import as_protocol_error, broken, is_question_error
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import BETA, Configuration, check_modalities, updated
-from infer.serve.realtime.dialogue import Dialogue, prompted, turns_of
+from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn, prompted, turns_of
 from infer.serve.realtime.input_buffer import TurnSound
-from infer.serve.realtime.items import ConversationItem, read_item
-from infer.serve.realtime.playback import Owner
-from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.realtime.response import Response, ResponseRequest, StopReason, options_of, speaks, task_of
+from infer.serve.realtime.items import ContentPart, ConversationItem, read_item
+from infer.serve.realtime.playback import Outlet, Pacer
+from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
+from infer.serve.realtime.state import SessionState
+from infer.serve.settings import limited
+from omni.errors import UserError
+from omni.generate.answer_stream import AnswerStream
+from omni.generate.results import AudioChunk, Ended, TextDelta
 
 CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
 """Fields of the configuration that `response.create` may change for its response."""
+
+StopReason = Literal["turn_detected", "client_cancelled"]
+
+NOTHING = "there is no question without an answer; add a user's item, commit the input buffer, or give instructions"
+
+CANCELLED = Ended("cancelled", None)  # type: ignore[arg-type]
+
+QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that waits for room
+
+
+@dataclass
+class ResponseRequest:
+    """The request of one response."""
+
+    configuration: Configuration  # the session's, with what `response.create` changed
+    before: Sequence[DialogueTurn]
+    question: DialogueTurn | None  # the turns before, and what is to be answered; None where there is nothing
+    conversation: bool = True  # whether it becomes part of the session's conversation
+    metadata: dict[str, str] | None = None  # the client's, given back as it is
+    since: float = field(default_factory=time.monotonic)  # when the question was known to be whole, by `time.monotonic`
+    endpointing: float | None = None  # seconds from the end of speech to that, where voice activity decided it
+
+
+class Response:
+    """A response under way, or the last one; `item` is its answer.
+
+    Attributes:
+        first, over: set with its first output or its end, and when `response.done` was sent.
+    """
+
+    def __init__(self, owner: SessionState, dialogue: Dialogue, request: ResponseRequest) -> None:
+        self.id, self.request = new_id("resp"), request
+        question = request.question
+        prompt = question.part if question is not None and question.mark[:2] == PROMPT else None
+        self.item = ConversationItem("message", "assistant", status="in_progress", prompt=prompt)
+        self._where = {"response_id": self.id, "item_id": self.item.id, "output_index": 0, "content_index": 0}
+        self.speaks = speaks(owner, request.configuration)
+        self.first, self.over = asyncio.Event(), asyncio.Event()
+        self.status = "in_progress"
+        self._owner, self._dialogue = owner, dialogue
+        self._part = ContentPart("output_audio" if self.speaks else "output_text", "")
+        form = request.configuration.audio.output.format
+        self._form = form.type
+        self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
+        self.outlet.tell = self._tell_playback
+        self._pacer = Pacer(self.outlet, self._emit_text, owner.settings.lead)
+        self._events: AnswerStream | None = None
+        self._stop_reason: StopReason | None = None
+        self._heard: float | None = None
+        self._cut = asyncio.Event()  # the history was cut to that
+        self._begun = False
+        self._first_audio: float | None = None
+        self._usage = {"input": 0, "text": 0, "audio": 0}
+
+    # --- the course of it ---------------------------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """The first events; `run` sends the others."""
+        send = self._owner.send
+        send({"type": "response.created", "response": self._shown("in_progress")})
+        most = self._owner.settings.limits.key_events
+        limit = {"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}
+        send({"type": "rate_limits.updated", "rate_limits": [limit]})
+
+    async def run(self) -> None:
+        """Answer, up to `response.done`."""
+        error: Exception | None = None
+        ended = CANCELLED
+        try:
+            try:
+                if self.request.question is None:
+                    raise UserError(NOTHING)
+                ended = await self._answer(self.request.question)
+            except (UserError, ProtocolError) as raised:
+                error = raised
+            except Exception as raised:
+                self._owner.log.exception("response failed")
+                error = raised
+            await self._finish(ended, error)
+        finally:
+            error = None  # its traceback has this frame
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more comes of it, and nothing is held for it."""
+        self.outlet.end()
+        self._pacer.end()
+        self.request.before, self._events = (), None
+        self.first.set()
+        self.over.set()
+
+    async def _answer(self, question: DialogueTurn) -> Ended:
+        """Ask, and pass the answer on; returns its end once all was sent."""
+        if question.part.silent:
+            raise ProtocolError("there is no speech in the sound that was committed", "no_speech")
+        configuration = self.request.configuration
+        options = options_of(self._owner, configuration, self.speaks)
+        task = task_of(configuration, question.spoken, self.speaks)
+        if task == "A1T1":
+            self.speaks, self._part.type = False, "output_text"
+        self._events = events = await self._dialogue.ask(self.request.before, question, self.item, task, options)
+        if self._stop_reason is not None:
+            return CANCELLED
+        looking = asyncio.create_task(self._tell_place())
+        pacing = asyncio.create_task(self._pacer.run())
+        try:
+            ended = await self._pass_on(events)
+            looking.cancel()
+            self._pacer.close()
+            await pacing
+        finally:
+            looking.cancel()
+            pacing.cancel()
+        return ended
+
+    async def _pass_on(self, events: AnswerStream) -> Ended:
+        """Give the engine's events to the pacer, as they come."""
+        rate = Resampler(self._owner.host.engine.sample_rate, self.outlet.rate) if self.speaks else None
+        async for event in events:
+            if isinstance(event, TextDelta):
+                self._begin()
+                self._usage["text"] += 1
+                self._pacer.text(event.text, event.start if self.speaks else None)
+            elif isinstance(event, AudioChunk) and rate is not None:
+                self._begin()
+                self._usage["audio"] += 1
+                self._pacer.sound(rate.push(event.samples.numpy()))
+            elif isinstance(event, Ended):
+                turn = None if events.running is None else events.running.asked.turn
+                self._usage["input"] = 0 if turn is None else int(turn.features or len(turn.question))
+                if rate is not None and event.reason != "cancelled":
+                    self._pacer.sound(rate.finish())
+                return event
+        return CANCELLED
+
+    async def stop(self, reason: StopReason) -> None:
+        """End it here: nothing is sent any more, and the history keeps what was heard. Returns after `response.done`."""
+        if not self.over.is_set() and self._stop_reason is None:
+            self._stop_reason, self._heard = reason, self.outlet.heard if self.speaks else None
+            self._pacer.stop()
+            self.outlet.clear()
+            try:
+                if self._events is not None:
+                    await self._dialogue.interrupt(self._events, self._heard)
+            except UserError:  # the engine was lost; `run` says so
+                pass
+            finally:
+                self._cut.set()
+        await self.over.wait()
+
+    def silence(self) -> None:
+        """Send nothing more: the client is gone."""
+        self._pacer.stop()
+
+    async def _tell_place(self) -> None:
+        """Tell the page its place while the question waits for room."""
+        reported = 0
+        while self._owner.wants_omni and not self._begun:
+            await asyncio.sleep(QUEUE_LOOK)
+            position = await self._dialogue.queue_position()
+            if position != reported:
+                reported = position
+                self._owner.send({"type": "omni.queue", "response_id": self.id, "place": position})
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Send what comes before the first delta, once."""
+        if self._begun:
+            return
+        self._begun = True
+        send = self._owner.send
+        send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
+        if self.request.conversation:
+            before = self._owner.items.before(self.item)
+            send({"type": "conversation.item.added", "previous_item_id": before, "item": self.item.shown()})
+        self.item.content = [self._part]
+        send({"type": "response.content_part.added", **self._where, "part": self._shown_part("")})
+        self.first.set()
+
+    def _shown_part(self, text: str) -> Event:
+        return {"type": "audio", "transcript": text} if self.speaks else {"type": "text", "text": text}
+
+    def _emit_text(self, text: str) -> None:
+        self._part.text = (self._part.text or "") + text
+        name = "output_audio_transcript" if self.speaks else "output_text"
+        self._owner.send({"type": f"response.{name}.delta", **self._where, "delta": text})
+
+    def _emit_sound(self, samples: np.ndarray) -> None:
+        if self._first_audio is None:
+            self._first_audio = time.monotonic() - self.request.since
+            self._tell_first(self._first_audio)
+        if not self._owner.transport.sound_in_events:
+            return
+        delta = base64.b64encode(encode(samples, self._form)).decode()
+        self._owner.send({"type": "response.output_audio.delta", **self._where, "delta": delta})
+
+    def _tell_playback(self, state: str) -> None:
+        self._owner.send({"type": f"output_audio_buffer.{state}", "response_id": self.id})
+
+    def _tell_first(self, seconds: float) -> None:
+        """Note that the first sound was sent, so long after its question."""
+        self._owner.metrics.first.observe(seconds)
+        if self._owner.wants_omni:
+            endpointing = None if self.request.endpointing is None else round(self.request.endpointing * 1000)
+            timings = {"endpointing_ms": endpointing, "first_audio_ms": round(seconds * 1000)}
+            self._owner.send({"type": "omni.timings", "item_id": self.item.id, "response_id": self.id, **timings})
+
+    async def _finish(self, ended: Ended, error: Exception | None) -> None:
+        """Settle the history and send the events of the end."""
+        if error is None and ended.reason == "error":
+            error = broken(ended.error, self._dialogue.engine)
+        status, details = self._outcome(ended, error)
+        self.status = status
+        unread = self._events is not None and self._events.running is None
+        if unread and self.request.question is not None and is_question_error(error):
+            self.request.question.part.refused = True
+        if self._events is not None and error is None:
+            await self._settle()
+        elif self.request.conversation:
+            self._dialogue.broke()
+        self.item.status = "completed" if status == "completed" else "incomplete"
+        self.item.sent = self.outlet.sent
+        send = self._owner.send
+        if self._begun:
+            text = self._part.text or ""
+            if self.speaks:
+                send({"type": "response.output_audio.done", **self._where})
+                send({"type": "response.output_audio_transcript.done", **self._where, "transcript": text})
+            else:
+                send({"type": "response.output_text.done", **self._where, "text": text})
+            send({"type": "response.content_part.done", **self._where, "part": self._shown_part(text)})
+            if self.request.conversation:
+                before = self._owner.items.before(self.item)
+                send({"type": "conversation.item.done", "previous_item_id": before, "item": self.item.shown()})
+            send({"type": "response.output_item.done", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
+        elif self.request.conversation:
+            self._owner.items.discard(self.item)
+        response = {**self._shown(status), "status_details": details, "usage": self._used()}
+        send({"type": "response.done", "response": filled(response)})
+
+    async def _settle(self) -> None:
+        """Take the answer as the history has it."""
+        assert self._events is not None
+        if self._stop_reason is not None:
+            await self._cut.wait()
+        if self._events.running is None:
+            self._dialogue.broke()
+            return
+        try:
+            self.item.answer = await self._dialogue.settled(self._events)
+        except UserError:  # the engine was lost meanwhile
+            return
+        if self._stop_reason is not None and self.speaks and self.item.answer is not None:
+            self.item.heard = self._heard
+            self._part.text = self.item.answer.text or ""
+
+    def _outcome(self, ended: Ended, error: Exception | None) -> tuple[str, Event | None]:
+        """Status of the response, and its details."""
+        if self._stop_reason is not None:
+            return "cancelled", {"type": "cancelled", "reason": self._stop_reason}
+        if error is not None:
+            cause = as_protocol_error(error)
+            return "failed", {"type": "failed", "error": {"type": cause.error_type, "code": cause.code, "message": str(cause)}}
+        if ended.reason in ("length", "cache"):
+            return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
+        return "completed", None
+
+    def _shown(self, status: str) -> Event:
+        request = self.request
+        shown: dict[str, Any] = {
+            "object": "realtime.response",
+            "id": self.id,
+            "status": status,
+            "conversation_id": self._owner.conversation_id if request.conversation else None,
+            "output": [self.item.shown()] if self._begun and status != "in_progress" else [],
+            "output_modalities": ["audio"] if self.speaks else ["text"],
+            "max_output_tokens": request.configuration.max_output_tokens,
+            "metadata": request.metadata,
+        }
+        if self.speaks:
+            output = request.configuration.audio.output
+            voice = self._owner.voices.effective(output.voice)
+            shown["audio"] = {"output": {"format": output.format.shown(), "voice": voice}}
+        return filled(shown)
+
+    def _used(self) -> Event:
+        """Tokens of the question, and of the answer: pieces of text, and chunks of sound."""
+        used = self._usage
+        out = used["text"] + used["audio"]
+        spoken = self.request.question is not None and self.request.question.spoken
+        input_details = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
+        return {
+            "total_tokens": used["input"] + out,
+            "input_tokens": used["input"],
+            "output_tokens": out,
+            "input_token_details": {**input_details, "cached_tokens": 0},
+            "output_token_details": {"text_tokens": used["text"], "audio_tokens": used["audio"]},
+        }
 
 
 class Responses:
@@ -24,20 +338,24 @@ class Responses:
 
     Attributes:
         ducked: the sound of the last is softer, because somebody speaks.
+        dialogue: the conversation with the engine.
     """
 
-    def __init__(self, owner: Owner, host: EngineHost) -> None:
+    def __init__(self, owner: SessionState) -> None:
         self.last: Response | None = None
         self.ducked = False
-        self._owner, self._host = owner, host
-        self._dialogue = Dialogue(host)
+        self._owner, self.dialogue = owner, Dialogue(owner.host)
         self._beside: set[Response] = set()
-        self._waiting: ResponseRequest | None = None  # a turn that came during an answer that it does not interrupt
+        self._waits: tuple[float | None, ...] = ()  # of the turn that came during an answer that it does not interrupt
 
     @property
     def active(self) -> Response | None:
         """The conversation's response that is under way."""
         return self.last if self.last is not None and not self.last.over.is_set() else None
+
+    def of(self, item: ConversationItem) -> Response | None:
+        """The conversation's last response, where its answer is that item."""
+        return self.last if self.last is not None and self.last.item is item else None
 
     @property
     def playing(self) -> bool:
@@ -95,26 +413,24 @@ class Responses:
 
     def respond(self, request: ResponseRequest) -> None:
         """Begin a response."""
-        if not request.conversation:
-            dialogue = Dialogue(self._host)
-            beside = Response(self._owner, dialogue, request)
-            self._beside.add(beside)
-            beside.announce()
-            self._owner.spawn(self._run_beside(beside, dialogue))
-            return
-        self.duck(False)
-        self.last = Response(self._owner, self._dialogue, request)
-        self._owner.items.add(self.last.item)
-        self.last.announce()
-        self._owner.spawn(self._run(self.last))
+        dialogue = self.dialogue if request.conversation else Dialogue(self._owner.host)
+        response = Response(self._owner, dialogue, request)
+        if request.conversation:
+            self.duck(False)
+            self.last = response
+            self._owner.items.add(response.item)
+        else:
+            self._beside.add(response)
+        response.announce()
+        self._owner.spawn(self._run(response) if request.conversation else self._run_beside(response, dialogue))
 
     async def _run(self, response: Response) -> None:
         await response.run()
         self._owner.metrics.answered(response.status, response.outlet.underruns)
         self._owner.answered()
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            self.respond_to_turn(waiting.endpointing)
+        if self._waits:
+            (endpointing,), self._waits = self._waits, ()
+            self.respond_to_turn(endpointing)
 
     async def _run_beside(self, response: Response, dialogue: Dialogue) -> None:
         try:
@@ -124,26 +440,27 @@ class Responses:
             await dialogue.close()
 
     def respond_to_turn(self, endpointing: float | None) -> None:
-        """Answer the turn that was just committed, or once the answer under way has ended."""
-        before, question = turns_of(self._owner.items)
-        request = ResponseRequest(self._owner.configuration, before, question, endpointing=endpointing)
+        """Answer the turn that was just committed, so many seconds after the end of speech, or once the answer under way has
+        ended."""
         if self.active is not None:
-            self._waiting = request
-        elif question is not None:
-            self.respond(request)
+            self._waits = (endpointing,)
+            return
+        before, question = turns_of(self._owner.items)
+        if question is not None:
+            self.respond(ResponseRequest(self._owner.configuration, before, question, endpointing=endpointing))
 
     def listen(self, semantic: bool) -> TurnSound | None:
         """Listen to what somebody begins to say, and where it ends (`semantic`); None while an answer or another question is
         under way, or where the engine has no use for it."""
         owner, configuration = self._owner, self._owner.configuration
-        if self.active is not None or configuration.type != "realtime" or not self._host.listens:
+        if self.active is not None or configuration.type != "realtime" or not owner.host.listens:
             return None
         before, question = turns_of(owner.items)
         if question is not None and not question.part.silent:
             return None
         spoken = speaks(owner, configuration)
         options, task = options_of(owner, configuration, spoken), task_of(configuration, True, spoken)
-        turn = TurnSound(lambda: self._dialogue.listen(before, task, options, semantic))
+        turn = TurnSound(lambda: self.dialogue.listen(before, task, options, semantic))
         owner.spawn(turn.begin())
         return turn
 
@@ -177,7 +494,7 @@ class Responses:
             raise ProtocolError(f"Cancellation failed: no active response{named} found", "response_cancel_not_active")
         await matches[0].stop("client_cancelled")
 
-    async def clear_output(self, event: protocol.OutputClear) -> None:
+    async def clear_output(self, event: protocol.Bare) -> None:
         if self._owner.transport.sound_in_events:
             raise ProtocolError(
                 "output_audio_buffer.clear is for WebRTC; cancel the response and truncate its item", "invalid_event"
@@ -189,13 +506,9 @@ class Responses:
         if item.answer is None or (item.heard is not None and heard >= item.heard):
             return
         item.heard = heard
-        await self._dialogue.cut(item, heard)
+        await self.dialogue.cut(item, heard)
         item.status = "incomplete"
         item.content[0].text = item.answer.text or ""
-
-    async def save(self, path: Path) -> None:
-        """Write the conversation's history, where it has a turn, as `Session.save`."""
-        await self._dialogue.save(path)
 
     def silence(self) -> None:
         """Send nothing more of any response: the client is gone."""
@@ -209,7 +522,29 @@ class Responses:
             if response is not None:
                 response.end()
                 response.outlet.free()
-        await self._dialogue.close()
+        await self.dialogue.close()
+
+
+def speaks(owner: SessionState, configuration: Configuration) -> bool:
+    """Whether answers are spoken."""
+    return owner.voices.speaks and configuration.output_modalities == ["audio"]
+
+
+def task_of(configuration: Configuration, spoken: bool, speaks: bool) -> str:
+    """Name of the task (`omni.tasks`) of a question."""
+    if configuration.omni.task == "transcribe" and spoken:
+        return "A1T1"
+    return f"{'A' if spoken else 'T'}1{'A' if speaks else 'T'}2"
+
+
+def options_of(owner: SessionState, configuration: Configuration, speaks: bool) -> dict[str, Any]:
+    """Keywords of the engine's session."""
+    answering = owner.settings.answering
+    most = None if configuration.max_output_tokens == "inf" else configuration.max_output_tokens
+    options = limited(answering.keywords(configuration.omni.temperature), most, speaks)
+    options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
+    options["system"] = configuration.instructions if answering.use_instructions else ""
+    return options
 
 
 def _metadata(value: Any) -> dict[str, str] | None:

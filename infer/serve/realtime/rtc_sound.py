@@ -1,7 +1,7 @@
-"""Sound of a call: what a client says, from its frames, and what is said to it, as Opus packets in real time.
+"""Sound of a call: what a client says, from its frames, and what is said to it, as frames in real time.
 
     the client's track -> TrackListener -> samples at 24 kHz -> session
-    answers' outlets -> SoundTrack: 20 ms at each tick of its clock -> Opus -> RTP
+    answers' outlets -> SoundTrack: 20 ms at each tick of its clock -> aiortc: Opus, RTP
 
 What the clock has taken from an outlet was heard; what waits in it can still be cut.
 """
@@ -16,12 +16,9 @@ from fractions import Fraction
 import numpy as np
 from aiortc import MediaStreamTrack
 from aiortc.mediastreams import MediaStreamError
-from av import CodecContext
-from av.audio.codeccontext import AudioCodecContext
 from av.audio.frame import AudioFrame
-from av.packet import Packet
 
-from infer.pcm import PCM_RATE, Resampler, SampleQueue, encode, faded
+from infer.pcm import PCM_RATE, Resampler, SampleQueue, faded, to_int16
 from infer.serve.realtime.playback import Outlet
 
 RATE = 48_000  # samples per second of Opus in RTP
@@ -29,8 +26,6 @@ FRAME = 960  # samples of a packet: 20 ms
 FADE = 480  # samples in which sound that is cut dies away: 10 ms
 EDGE = 240  # samples in which sound ends and begins again around a gap: 5 ms
 LATE = 0.2  # seconds by which the clock may be behind and still send everything; later it leaves out what is past
-QUIET = 5  # silent frames that are encoded, for what sounds on, before `SILENCE` stands for all that follow
-SILENCE = bytes.fromhex("f8fffe")  # the packet of 20 ms of silence: that of an encoder which has heard nothing else
 STALL = 0.5  # seconds without a frame of the client's, after which it is taken to be silent
 WAITING = 500  # frames of the client's that may wait to be heard; older ones are dropped
 
@@ -44,7 +39,6 @@ class SoundTrack(MediaStreamTrack):
         super().__init__()
         self._outlets: deque[CallOutlet] = deque()
         self._dying = SampleQueue()  # rest of sound that was cut
-        self._encoder = OpusEncoder()
         self._began: float | None = None
         self._count = 0
 
@@ -57,8 +51,8 @@ class SoundTrack(MediaStreamTrack):
         self._dying.clear()
         self._dying.push(samples)
 
-    async def recv(self) -> Packet:
-        """The next packet, when it is due."""
+    async def recv(self) -> AudioFrame:
+        """The next 20 ms, when they are due."""
         if self.readyState != "live":
             raise MediaStreamError
         now = asyncio.get_running_loop().time()
@@ -69,14 +63,10 @@ class SoundTrack(MediaStreamTrack):
             await asyncio.sleep(-late)
         elif late > LATE:
             self._count += int(late * RATE / FRAME)
-        packet = Packet(self._encoder.encode(self.next_frame()))
-        packet.pts, packet.time_base = self._count * FRAME, Fraction(1, RATE)
+        frame = AudioFrame.from_ndarray(to_int16(self.next_frame())[None], "s16", "mono")
+        frame.sample_rate, frame.pts, frame.time_base = RATE, self._count * FRAME, Fraction(1, RATE)
         self._count += 1
-        return packet
-
-    def stop(self) -> None:
-        super().stop()
-        self._encoder.close()
+        return frame
 
     def next_frame(self) -> np.ndarray:
         """The next samples [960] that are played."""
@@ -174,43 +164,6 @@ class CallOutlet(Outlet):
             self.free()
 
 
-class OpusEncoder:
-    """Opus at 48 kbit/s, without its modes for speech, so that silence is always the same packet."""
-
-    def __init__(self) -> None:
-        self._quiet = QUIET
-        self._codec: AudioCodecContext | None = None  # while there is sound: each has threads
-
-    def encode(self, samples: np.ndarray) -> bytes:
-        """The packet of samples [960]."""
-        self._quiet = 0 if samples.any() else self._quiet + 1
-        if self._quiet > QUIET:
-            self.close()
-            return SILENCE
-        if self._codec is None:
-            self._codec = _new_codec()
-            _encoded(self._codec, np.zeros(FRAME, np.float32))  # now it is where the client's decoder is after silence
-        return _encoded(self._codec, samples)
-
-    def close(self) -> None:
-        self._codec = None
-
-
-def _encoded(codec: AudioCodecContext, samples: np.ndarray) -> bytes:
-    frame = AudioFrame.from_ndarray(np.frombuffer(encode(samples, "audio/pcm"), np.int16)[None], "s16", "mono")
-    frame.sample_rate = RATE
-    return b"".join(bytes(packet) for packet in codec.encode(frame))
-
-
-def _new_codec() -> AudioCodecContext:
-    codec = CodecContext.create("libopus", "w")
-    assert isinstance(codec, AudioCodecContext)
-    codec.sample_rate, codec.time_base, codec.bit_rate = RATE, Fraction(1, RATE), 48_000
-    codec.format, codec.layout = "s16", "mono"
-    codec.options = {"application": "lowdelay", "compression_level": "5"}
-    return codec
-
-
 class TrackListener:
     """What a client says on its track of 48 kHz, as samples at 24 kHz; what was lost on the way, or not sent, is silence."""
 
@@ -234,22 +187,16 @@ class TrackListener:
 
     async def listen(self, hear: Callable[[np.ndarray], Awaitable[None]]) -> None:
         """Pass on what came, for ever."""
-        coming = asyncio.ensure_future(self._frames.get())
-        try:
-            while True:
-                await asyncio.wait([coming], timeout=STALL)
-                if coming.done():
-                    frames = [coming.result(), *(self._frames.get_nowait() for _ in range(self._frames.qsize()))]
-                    coming = asyncio.ensure_future(self._frames.get())
-                    samples = np.concatenate([self._samples(frame) for frame in frames])
-                elif self._due is not None:
-                    samples = np.zeros(round(STALL * RATE), np.float32)
-                    self._due += len(samples)
-                else:
-                    continue
-                await hear(self._rate.push(samples))
-        finally:
-            coming.cancel()
+        while True:
+            try:
+                frames = [await asyncio.wait_for(self._frames.get(), STALL)]
+            except asyncio.TimeoutError:
+                if self._due is not None:
+                    self._due += round(STALL * RATE)
+                    await hear(self._rate.push(np.zeros(round(STALL * RATE), np.float32)))
+                continue
+            frames += [self._frames.get_nowait() for _ in range(self._frames.qsize())]
+            await hear(self._rate.push(np.concatenate([self._samples(frame) for frame in frames])))
 
     def _samples(self, frame: AudioFrame) -> np.ndarray:
         """A frame's samples [S] at 48 kHz, after silence for what is missing before it."""

@@ -12,8 +12,8 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
@@ -22,19 +22,17 @@ from aiortc.sdp import SessionDescription
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import Denied, Failure, failure_of
-from infer.serve.keys import LOOPBACK, Keys, Quota
+from infer.serve.bounds import EXPIRED, Closed, Quota, SessionBounds
+from infer.serve.errors import Denied, Failure
+from infer.serve.keys import LOOPBACK
 from infer.serve.realtime.configuration import merged
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
-from infer.serve.realtime.session import Closed, RealtimeSession, SessionBounds
+from infer.serve.realtime.session import RealtimeSession
+from infer.serve.server import Server, respond, response_of
 from omni.utils.private import gather_from
-
-if TYPE_CHECKING:
-    from infer.serve.server import Server
 
 CONNECT = 30.0  # seconds that a client has from its offer to its data channel
 CLOSING = 2.0  # seconds that a client has to take its last events, and a connection to close
@@ -59,7 +57,7 @@ class CallTransport:
     def __init__(self, most: int) -> None:
         self.track = SoundTrack()
         self.channel: RTCDataChannel | None = None
-        self.ending: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ending: asyncio.Future[Closed] = asyncio.get_running_loop().create_future()
         self.sent_at = time.monotonic()
         self._most = most
 
@@ -88,7 +86,7 @@ class CallTransport:
 
     def end(self, reason: str) -> None:
         if not self.ending.done():
-            self.ending.set_result(reason)
+            self.ending.set_result(Closed(EXPIRED, reason))
 
     def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> Outlet:
         return CallOutlet(self.track, emit)
@@ -107,9 +105,9 @@ class CallTransport:
 class Call:
     """One call of a key's owner, from its offer to its end; `opened` is set once its data channel is there."""
 
-    def __init__(self, transport: CallTransport, session: RealtimeSession, keys: Keys, owner: str) -> None:
+    def __init__(self, transport: CallTransport, session: RealtimeSession, key_usage: Quota, owner: str) -> None:
         self.id, self.owner, self.session = new_id("rtc"), owner, session
-        self._transport, self._bounds = transport, SessionBounds(session, keys, owner)
+        self._transport, self._bounds = transport, SessionBounds(session, key_usage)
         self._usage, self._most = Quota(session.settings.limits), session.settings.limits.unread_bytes
         self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
         self._pc.on("connectionstatechange", self._changed)
@@ -148,15 +146,13 @@ class Call:
             await asyncio.wait_for(self.opened.wait(), CONNECT)
         except asyncio.TimeoutError:
             return "not connected in time"
-        session.begin()
-        doing: list[asyncio.Future[Any]] = [asyncio.create_task(self._read()), asyncio.create_task(self._bounds.watch())]
-        try:
-            done, _ = await asyncio.wait([*doing, ending], return_when=asyncio.FIRST_COMPLETED)
-            return _reason(done)
-        finally:
-            for task in doing:
-                task.cancel()
-            await asyncio.gather(*doing, return_exceptions=True)
+        return (await self._bounds.serve(self._next, ending)).reason
+
+    async def _next(self) -> str | bytes:
+        """The next message of the client."""
+        data = await self._messages.get()
+        self._waiting -= len(data)
+        return data
 
     async def close(self) -> None:
         """End the session, and close the connection once the last events have gone."""
@@ -196,29 +192,10 @@ class Call:
         elif not self._transport.ending.done():
             self._messages.put_nowait(data)
 
-    async def _read(self) -> None:
-        """Handle the client's messages, one after another."""
-        while True:
-            data = await self._messages.get()
-            self._waiting -= len(data)
-            await self.session.handle(data)
-            self._bounds.count()
-
     async def _hear(self, samples: np.ndarray) -> None:
         self._bounds.came = time.monotonic()
         if self.opened.is_set():
-            await self.session.hear(samples)
-
-
-def _reason(done: set[asyncio.Future[Any]]) -> str:
-    """Why a call ends, by what has ended of it; other errors than Closed are raised."""
-    for future in done:
-        error = future.exception()
-        if isinstance(error, Closed):
-            return error.reason
-        if error is not None:
-            raise error
-    return str(done.pop().result())
+            await self.session.hearing.take(samples)
 
 
 def checked_offer(offer: str) -> str:
@@ -239,8 +216,6 @@ def checked_offer(offer: str) -> str:
     sound = media[kinds.index("audio")]
     if sound.direction not in ("sendrecv", "recvonly"):
         raise _bad_offer(f"must take sound (a=sendrecv or a=recvonly); it says {sound.direction}")
-    if not any(codec.name.lower() == "opus" for codec in sound.rtp.codecs):
-        raise _bad_offer("must have Opus among its codecs")
     if not all(section.dtls is not None and section.dtls.fingerprints for section in media):
         raise _bad_offer("must have a=fingerprint in each section")
     kept, addresses = list[str](), 0
@@ -259,41 +234,32 @@ def _bad_offer(problem: str) -> ProtocolError:
 
 
 class Calls:
-    """The calls of one server."""
+    """The calls of one server, and their routes in an application."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, app: FastAPI, server: Server) -> None:
         self._server = server
         self._calls: dict[str, Call] = {}
         self._asking: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def begin(self, owner: str, changes: Event, offer: str, near: bool, wants_omni: bool) -> tuple[Call, str]:
-        """A new call whose session has a configuration, and the answer to its offer. Denied where there are as many sessions as
-        may be, ProtocolError where configuration or offer cannot be taken."""
-        server = self._server
-        server.enter(owner)
-        transport = CallTransport(server.settings.limits.unread_bytes)
-        try:
-            session = server.begin(transport, changes, wants_omni)
-        except ProtocolError:
-            server.keys.leave(owner)
-            raise
-        call = Call(transport, session, server.keys, owner)
-        self._calls[call.id] = call
-        server.metrics.sessions.labels("webrtc").inc()
-        session.log.info("session began", fields={"transport": "webrtc", "owner": owner, "call": call.id})
-        try:
-            answer = await call.answer(offer, near)
-        except BaseException:
-            await self._end(call, "no answer to the offer")
-            raise
-        task = asyncio.create_task(self._serve(call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return call, answer
+        @app.post(PATH)
+        async def create(request: Request) -> Response:
+            owner, secret = server.admit(request.headers, [])
+            with self._counted(owner):
+                return await respond(self._create(request, owner, secret))
+
+        @app.post(PATH + "/{call_id}/hangup")
+        async def hang_up(request: Request, call_id: str) -> Response:
+            owner, _ = server.admit(request.headers, [])
+            call = self._calls.get(call_id)
+            if call is None or call.owner != owner:
+                message = f"there is no call {call_id[:80]!r}, or it has ended"
+                return response_of(Failure(404, message, "call_not_found"))
+            call.session.transport.end("the client hung up")
+            return Response()
 
     @contextlib.contextmanager
-    def asking(self, owner: str) -> Iterator[None]:
+    def _counted(self, owner: str) -> Iterator[None]:
         """Count an offer that is still coming; Denied where too many calls of its key are not connected."""
         connecting = sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values())
         if self._asking[owner] + connecting >= CONNECTING:
@@ -304,12 +270,28 @@ class Calls:
         finally:
             self._asking[owner] -= 1
 
-    def find(self, call_id: str, owner: str) -> Call:
-        """A call of an owner's; Failure where there is none."""
-        call = self._calls.get(call_id)
-        if call is None or call.owner != owner:
-            raise Failure(404, f"there is no call {call_id[:80]!r}, or it has ended", "call_not_found")
-        return call
+    async def _create(self, request: Request, owner: str, secret: Mapping[str, Any]) -> Response:
+        """Begin the call of an offer, and answer it."""
+        server = self._server
+        try:
+            offer, changes = await asyncio.wait_for(_read(request), BODY_SECONDS)
+        except asyncio.TimeoutError:
+            raise Failure(408, "the body did not come in time", "request_timeout") from None
+        transport = CallTransport(server.settings.limits.unread_bytes)
+        omni = request.query_params.get("omni") == "1"
+        session = server.begin("webrtc", owner, transport, merged(secret, changes), omni)
+        call = Call(transport, session, server.keys.usage[owner], owner)
+        self._calls[call.id] = call
+        try:
+            near = request.client is not None and request.client.host in LOOPBACK
+            answer = await call.answer(offer, near)
+        except BaseException:
+            await self._end(call, "no answer to the offer")
+            raise
+        task = asyncio.create_task(self._serve(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return Response(answer, 201, {"location": f"{PATH}/{call.id}"}, "application/sdp")
 
     async def close(self) -> None:
         """End all of them."""
@@ -331,45 +313,8 @@ class Calls:
         try:
             await call.close()
         finally:
-            del self._calls[call.id], self._server.sessions[call.session.id]
-            self._server.keys.leave(call.owner)
-            self._server.metrics.sessions.labels("webrtc").dec()
-            call.session.log.info("session ended", fields={"reason": reason})
-
-
-def add_calls(app: FastAPI, server: Server) -> Calls:
-    """Add the routes of this file to an application; returns its calls."""
-    calls = Calls(server)
-
-    @app.post(PATH)
-    async def create(request: Request) -> Response:
-        owner, secret = server.admit(request.headers, [])
-        try:
-            with calls.asking(owner):
-                offer, session = await asyncio.wait_for(_read(request), BODY_SECONDS)
-            near = request.client is not None and request.client.host in LOOPBACK
-            wants_omni = request.query_params.get("omni") == "1"
-            call, answer = await calls.begin(owner, merged(secret, session), offer, near, wants_omni)
-        except (Denied, HTTPException):
-            raise
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except asyncio.TimeoutError:
-            return Failure(408, "the body did not come in time", "request_timeout").response()
-        except Exception as error:
-            return failure_of(error).response()
-        return Response(answer, 201, {"location": f"{PATH}/{call.id}"}, "application/sdp")
-
-    @app.post(PATH + "/{call_id}/hangup")
-    async def hang_up(request: Request, call_id: str) -> Response:
-        owner, _ = server.admit(request.headers, [])
-        try:
-            calls.find(call_id, owner).session.transport.end("the client hung up")
-        except Failure as error:
-            return error.response()
-        return Response()
-
-    return calls
+            del self._calls[call.id]
+            self._server.end("webrtc", call.owner, call.session, reason)
 
 
 async def _read(request: Request) -> tuple[str, Event]:

@@ -22,10 +22,11 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import Denied, Failure, failure_of
+from infer.serve.errors import Failure, failure_of
 from infer.serve.keys import key_of
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, json_type, read_json
 from infer.serve.rest.answers import begun
+from infer.serve.server import Server, respond
 from infer.serve.telemetry import LOG
 from omni.engine.answer import Pace
 from omni.errors import UserError
@@ -36,13 +37,10 @@ from omni.generate.results import Event as Output
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from infer.serve.server import Server
-
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 BODY_SECONDS, BODY_PAUSE = 120.0, 30.0  # seconds in which a request's body has to come, and those in which more of it has to
-GONE = 499  # status of a request whose client went away, for the figures alone
 FIELDS = 64  # most fields of a form, besides its file
 
 Handler = Callable[["Job"], Awaitable[Response]]
@@ -64,7 +62,7 @@ class Jobs:
         async def endpoint(request: Request) -> Response:
             owner, _ = self.server.admit(request.headers, [])
             since = time.monotonic()
-            response = await self._answer(request, owner, handle)
+            response = await respond(self._answer(request, owner, handle))
             status = response.status_code
             self.server.metrics.requests.labels(path, str(status)).inc()
             seconds = round(time.monotonic() - since, 3)
@@ -74,21 +72,14 @@ class Jobs:
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
 
     async def _answer(self, request: Request, owner: str, handle: Handler) -> Response:
-        job: Job | None = None
+        job = self._begin(request, owner)
         response: Response | None = None
         try:
-            job = self._begin(request, owner)
             response = await handle(job)
-        except (Denied, HTTPException):
-            raise
-        except ClientDisconnect:
-            response = Response(status_code=GONE)
-        except Exception as error:
-            response = failure_of(error).response()
+            return response
         finally:
-            if job is not None and not isinstance(response, StreamedResponse):
+            if not isinstance(response, StreamedResponse):
                 job.end()
-        return response
 
     def _begin(self, request: Request, owner: str) -> Job:
         """A request whose body is still coming; Failure where there are too many, or no place for it."""

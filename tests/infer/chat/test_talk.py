@@ -331,7 +331,7 @@ def test_the_models_turn_head_ends_questions_where_it_has_one(talk: Talks, judgi
 
 
 def test_a_question_longer_than_the_model_takes_is_cut_and_told(talk: Talks, monkeypatch: Any) -> None:
-    for module in ("infer.chat.chat", "infer.serve.realtime.session"):
+    for module in ("infer.chat.chat", "infer.serve.realtime.state"):
         monkeypatch.setattr(f"{module}.longest", lambda config: 1.5)
 
     def script(sound: FakeSound) -> Iterator[Any]:

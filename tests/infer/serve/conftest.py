@@ -68,7 +68,7 @@ class Client:
         self, host: EngineHost, settings: ServeSettings, given: dict[str, Any] | None = None, omni: bool = False
     ) -> None:
         self.transport = FakeTransport()
-        configuration = updated(Configuration(), given, started=False) if given else None
+        configuration = updated(Configuration(), given or {}, started=False)
         voices = Voices(settings.adapters, settings.model)
         self.session = RealtimeSession(
             host, settings, voices, VoiceActivity(), Metrics(), self.transport, configuration, wants_omni=omni

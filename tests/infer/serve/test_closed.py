@@ -15,7 +15,7 @@ import pytest
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime.items import ConversationItem
-from infer.serve.realtime.response import Response
+from infer.serve.realtime.responses import Response
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.server import Server
 from infer.serve.settings import ServeSettings

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from infer.serve import connections
+from infer.serve.bounds import Quota, SessionBounds
 from infer.serve.host import EngineHost
-from infer.serve.keys import Keys, Quota
-from infer.serve.realtime.session import SessionBounds
+from infer.serve.keys import Keys
 from infer.serve.realtime.webrtc import CONNECTING
 from infer.serve.settings import ServerLimits, ServeSettings
 from infer.serve.telemetry import LOG
@@ -75,13 +75,13 @@ def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     people: int, ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("infer.serve.keys.monotonic", clock)
+    monkeypatch.setattr("infer.serve.bounds.monotonic", clock)
     limits = ServerLimits()
     keys = Keys((), limits)
     session: Any = SimpleNamespace(
         hearing=SimpleNamespace(uncounted=0.0), settings=ServeSettings(), send=lambda event: pytest.fail(str(event))
     )
-    bounds, traffic = SessionBounds(session, keys, "anyone"), Quota(limits)
+    bounds, traffic = SessionBounds(session, keys.usage["anyone"]), Quota(limits)
     for _ in range(600_000 // ms):
         clock.now += ms / 1000
         traffic.count(frames=1, bytes=64 * ms + 60)

@@ -402,7 +402,7 @@ def test_a_response_without_a_question_answers_the_instructions(talk: Any, lm: A
         assert [turn.part.text for turn in before] == prompts and all(turn.answer.answer for turn in before)
         await client.ask("and then?")
         marks = [turn.mark for turn in turns_of(client.session.items)[0]]
-        assert client.session.responses._dialogue._marks == marks  # the engine's session went on, and knows them
+        assert client.session.responses.dialogue._marks == marks  # the engine's session went on, and knows them
         check_known(client.events)
 
     talk(body)

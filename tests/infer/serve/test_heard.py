@@ -16,7 +16,7 @@ from tests.infer.serve.conftest import Client, noise, pcm, sound_of
 
 def cached(client: Client) -> list[Any]:
     """Keys of the columns that the conversation's row of the cache holds, without the numbers of their turns."""
-    held = inside(client.session.responses._dialogue._session)._seat.held
+    held = inside(client.session.responses.dialogue._session)._seat.held
     return [(*key[:-2], key[-1]) for key in held.keys]
 
 
@@ -100,7 +100,7 @@ def test_a_long_conversation_is_not_told_to_the_engine_again(talk: Any, monkeypa
     """The samples of its oldest questions are dropped, which the engine's session had, or has forgotten itself."""
 
     async def body(client: Client) -> int:
-        engine, made = client.session.responses._dialogue._host.engine, []
+        engine, made = client.session.responses.dialogue._host.engine, []
         session = engine.session
         monkeypatch.setattr(engine, "session", lambda **options: made.append(options) or session(**options))
         client.session.items.kept = 1.2

@@ -12,7 +12,7 @@ import pytest
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime.items import ContentPart, ConversationItem
-from infer.serve.realtime.response import Response
+from infer.serve.realtime.responses import Response
 from infer.serve.settings import ServeSettings
 from omni.engine.wire import EngineLost
 from omni.generate.question import longest
@@ -119,9 +119,9 @@ def test_what_got_in_all_the_same_is_left_out_of_later_questions(talk: Any, lm: 
             error = done["status_details"]["error"]
             assert (done["status"], error["type"], error["code"]) == ("failed", "invalid_request_error", "invalid_value")
         assert (await client.ask("two"))["status"] in GOOD
-        session = client.session.responses._dialogue._session
+        session = client.session.responses.dialogue._session
         assert (await client.ask("three"))["status"] in GOOD
-        assert client.session.responses._dialogue._session is session  # it goes on, and is not made again
+        assert client.session.responses.dialogue._session is session  # it goes on, and is not made again
         assert [turn.question for turn in session.turns] == [tuple(lm.tokenizer.encode(t)) for t in ("one", "two", "three")]
 
     talk(body)
@@ -179,7 +179,7 @@ def test_what_is_the_servers_fault(talk: Any, monkeypatch: Any, raised: Exceptio
         async def broken(*_: Any) -> None:
             raise raised
 
-        monkeypatch.setattr(client.session.responses._dialogue, "ask", broken)
+        monkeypatch.setattr(client.session.responses.dialogue, "ask", broken)
         error = (await client.ask("who?"))["status_details"]["error"]
         assert (error["type"], error["code"]) == (kind, code) and told in error["message"]
         assert not any(word in error["message"] for word in ("32168", "SIGKILL", "another one", "secret"))
@@ -190,7 +190,7 @@ def test_what_is_the_servers_fault(talk: Any, monkeypatch: Any, raised: Exceptio
 def test_an_engine_that_is_lost_in_an_answer_is_told_without_its_process(talk: Any, monkeypatch: Any) -> None:
     async def body(client: Client) -> None:
         async def ended(*_: Any) -> Ended:
-            client.session.responses._dialogue.engine = SimpleNamespace(alive=False)
+            client.session.responses.dialogue.engine = SimpleNamespace(alive=False)
             return Ended("error", Timings(), "the engine's process 32168 was ended by SIGKILL; start another one")
 
         monkeypatch.setattr(Response, "_answer", ended)

@@ -12,7 +12,7 @@ import pytest
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime import transcripts
-from infer.serve.realtime.transcripts import EVENT, PartialTranscripts
+from infer.serve.realtime.transcripts import PARTIAL, Transcripts
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import Client, noise, pcm, with_client
@@ -65,7 +65,7 @@ async def speak_until_understood(client: Client, seed: int = 0) -> None:
 
 
 def told(client: Client) -> list[dict[str, Any]]:
-    return [event for event in client.events if event["type"] == EVENT]
+    return [event for event in client.events if event["type"] == PARTIAL]
 
 
 @pytest.mark.long
@@ -97,7 +97,7 @@ def test_they_are_told_for_the_item_that_was_announced(run: Run) -> None:
         started = await client.until("input_audio_buffer.speech_started")
         await client.until("response.done")
         assert told(client) and {event["item_id"] for event in told(client)} == {started["item_id"]}
-        assert client.types.index(EVENT) < client.types.index("input_audio_buffer.committed")
+        assert client.types.index(PARTIAL) < client.types.index("input_audio_buffer.committed")
 
     run(body, detection={"type": "server_vad", "interrupt_response": False})
 
@@ -107,7 +107,7 @@ def test_nobody_gets_them_who_has_not_asked(run: Run) -> None:
         await speak(client)
         await client.send("input_audio_buffer.commit")
         await client.ask()
-        assert not told(client) and client.session.partials._session is None
+        assert not told(client) and client.session.transcripts._session is None
 
     run(body, wanted=False)
 
@@ -127,7 +127,7 @@ def test_a_busy_engine_understands_nothing_in_between(run: Run, monkeypatch: pyt
 def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     began, left = asyncio.Event(), list[float]()
 
-    async def slow(self: PartialTranscripts, *given: Any) -> str:
+    async def slow(self: Transcripts, *given: Any) -> str:
         began.set()
         try:
             await asyncio.sleep(30)
@@ -136,7 +136,7 @@ def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch
             raise
         return "late"
 
-    monkeypatch.setattr(PartialTranscripts, "_text", slow)
+    monkeypatch.setattr(Transcripts, "_partial", slow)
 
     async def body(client: Client) -> None:
         await speak(client)
@@ -165,13 +165,13 @@ def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
 def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transcripts, "CHARACTERS", 0)
     asked: list[str] = []
-    text = PartialTranscripts._text
+    text = Transcripts._partial
 
-    async def watched(self: PartialTranscripts, *given: Any) -> str:
+    async def watched(self: Transcripts, *given: Any) -> str:
         asked.append(await text(self, *given))
         return asked[-1]
 
-    monkeypatch.setattr(PartialTranscripts, "_text", watched)
+    monkeypatch.setattr(Transcripts, "_partial", watched)
 
     async def body(client: Client) -> None:
         for number in range(25):

@@ -202,7 +202,7 @@ LIMITS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.serve.realtime.session.LOOK", 0.2)
+    monkeypatch.setattr("infer.serve.bounds.LOOK", 0.2)
     limits, error_code, close_code = LIMITS[name]
     place, server = serve(**limits)
 

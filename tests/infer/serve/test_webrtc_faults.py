@@ -115,7 +115,7 @@ def test_a_client_that_does_not_read(calls: Any, monkeypatch: pytest.MonkeyPatch
             session.tell_error("x" * 10_000)
             await asyncio.sleep(0)
         assert session.transport.channel.bufferedAmount <= 100_000
-        assert session.transport.ending.result() == "the client reads too slowly"
+        assert session.transport.ending.result().reason == "the client reads too slowly"
 
     calls(body, unread_bytes=100_000)
 

@@ -1,0 +1,122 @@
+"""How much a client may send, and how long its session may last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import Any
+
+from infer.serve.errors import Denied, as_protocol_error
+from infer.serve.realtime.session import RealtimeSession
+from infer.serve.settings import ServerLimits
+
+EXPIRED, POLICY = 1000, 1008  # close codes of WebSockets: a regular end, and a limit
+LOOK = 5.0  # seconds between two looks at a session's limits
+
+
+class TokenBucket:
+    """A token bucket that holds `most` and is refilled evenly within `seconds`."""
+
+    def __init__(self, most: float, seconds: float, unit: str, code: str = "rate_limit_exceeded") -> None:
+        self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
+        self._denied = 429, code, f"more than {most:,.0f} {unit}; wait"
+
+    def use(self, amount: float, denies: bool) -> None:
+        """Take an amount, or all that is left; with `denies`, Denied where that is not enough."""
+        now = monotonic()
+        self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
+        if denies and amount > self._left:
+            raise Denied(*self._denied)
+        self._left = max(self._left - amount, 0.0)
+
+
+class Quota:
+    """Counts frames, bytes, events and seconds of sound of one connection with its session, or of all of a `key`."""
+
+    def __init__(self, limits: ServerLimits, key: bool = False) -> None:
+        events, seconds = limits.key_events, limits.key_audio_seconds
+        if not key:
+            events, seconds = min(events, limits.session_events), min(seconds, limits.session_audio_seconds)
+        self._left = {
+            "frames": TokenBucket(limits.session_frames, 10, "frames within 10 s"),
+            "bytes": TokenBucket(limits.session_bytes, 60, "bytes within a minute"),
+            "events": TokenBucket(events, 60, "events and requests within a minute"),
+            "seconds": TokenBucket(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
+        }
+
+    def count(self, denies: bool = True, **amounts: float) -> None:
+        """Count amounts by name; with `denies`, Denied for more than the quota."""
+        for name, amount in amounts.items():
+            self._left[name].use(amount, denies)
+
+
+class Closed(Exception):
+    """The server ends the session, with the code and reason of a WebSocket's close frame."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason[:120]
+
+
+class SessionBounds:
+    """Ends a session that does not keep to its limits; the client is told by an `error` event. `came`: when anything came."""
+
+    def __init__(self, session: RealtimeSession, key_usage: Quota) -> None:
+        self._session, self._key_usage, self._limits = session, key_usage, session.settings.limits
+        self._began = self.came = monotonic()
+        self._usage = Quota(self._limits)
+
+    async def serve(self, receive: Callable[[], Awaitable[str | bytes | None]], *ends: asyncio.Future[Any]) -> Closed:
+        """Handle a client's messages, one after another, until one of them is None, a limit is passed, or a future is done,
+        whose result may be a Closed; returns why."""
+        self._session.begin()
+        tasks = [asyncio.create_task(self._read(receive)), asyncio.create_task(self._watch())]
+        try:
+            done, _ = await asyncio.wait([*tasks, *ends], return_when=asyncio.FIRST_COMPLETED)
+            return next((end for future in done if isinstance(end := _end_of(future), Closed)), Closed(EXPIRED, ""))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, receive: Callable[[], Awaitable[str | bytes | None]]) -> None:
+        while (message := await receive()) is not None:
+            await self._session.handle(message)
+            self.count()
+
+    def count(self) -> None:
+        """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""
+        self.came = monotonic()
+        seconds, self._session.hearing.uncounted = self._session.hearing.uncounted, 0.0
+        came = {"seconds": seconds} if seconds else {"events": 1}
+        self._key_usage.count(False, **came)
+        try:
+            self._usage.count(**came)
+        except Denied as error:
+            self._session.send(as_protocol_error(error).event())
+            raise Closed(POLICY, str(error)) from None
+
+    async def _watch(self) -> None:
+        """Raises Closed when the session lasts too long, or nothing happens in it."""
+        session, limits = self._session, self._limits
+        while True:
+            await asyncio.sleep(min(LOOK, limits.idle_seconds / 4, limits.session_seconds / 4))
+            if session.hearing.uncounted:  # of a call, whose sound comes by a way of its own
+                self.count()
+            now = monotonic()
+            if now - self._began > limits.session_seconds:
+                message = f"Your session hit the maximum duration of {limits.session_seconds / 60:g} minutes."
+                session.tell_error(message, "session_expired", "invalid_request_error")
+                raise Closed(EXPIRED, "session_expired")
+            if now - max(self.came, session.transport.sent_at) > limits.idle_seconds:
+                session.tell_error("nothing came or went for too long", "session_idle_timeout", "invalid_request_error")
+                raise Closed(EXPIRED, "idle")
+
+
+def _end_of(future: asyncio.Future[Any]) -> Any:
+    """The result of a future that is done, or the Closed that it raised; another error of it is raised."""
+    error = future.exception()
+    if error is None or isinstance(error, Closed):
+        return error or future.result()
+    raise error
