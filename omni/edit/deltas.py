@@ -6,16 +6,16 @@ A forward hook adds this to a linear's output. So it works wherever the linear's
 modules have an instance-level `forward`), on sharded or quantised weights, and in a block that is recomputed.
 
 `edited` serves training. A block that is recomputed in backward calls its linears again. If the hooks were removed by then,
-gradients would be those of another function. So every change is added in a node of the graph that refers to its block (`Span`),
-and a hook stays, adding nothing and only checking, until the graph has run or is dropped. `attach_edits` serves generation,
-through the adapters' hook: rows of one batch may differ, and tensors that captured graphs and other sessions use are not
-changed.
+gradients would be those of another function. So every change is added in a node of the graph that refers to its block, and
+fails after it. `attach_edits` serves generation, through the adapters' hook: rows of one batch may differ, and tensors that
+captured graphs and other sessions use are not changed.
 
 Dimensions: B rows of a batch, E edits, R rank, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
@@ -34,7 +34,7 @@ from omni.cpu.int8 import Int8Linear
 from omni.errors import UserError
 from omni.lora import attach as lora
 from omni.model.linears import checksum_of, crc_of, dense_weight, is_quantized, plain_checksum
-from omni.utils.private import in_backward, saved_tensor_hooks, will_run
+from omni.utils.private import saved_tensor_hooks
 
 MLP = re.compile(r"(?P<stack>.*(?:blocks|layers|h))\.(?P<number>\d+)\.mlp\.(?:up|down|up_proj|down_proj|c_fc|c_proj)")
 """Names of a block's MLP linears in our decoder, in transformers' models of Llama's kind, and in GPT-2."""
@@ -159,10 +159,15 @@ class Delta:
         h = x if self.a is None else x @ _match(self.a, x).T
         return h * (self.lr.to(h.device) if isinstance(self.lr, Tensor) else self.lr)
 
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """The change of the output `out` [..., O] for the input x [..., I]; in the type and on the device of `out`."""
-        h = self.low(x).to(out.device)
-        return (h @ _match(self.b, h)).to(out.dtype)
+    @property
+    def up(self) -> Tensor:
+        """[O, R]."""
+        return self.b.T
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The change of the output [..., O] for the input x [..., I]."""
+        h = self.low(x)
+        return h @ _match(self.b, h)
 
     def weight(self) -> Tensor:
         """Change of the weight [O, I], in fp64 and without graph."""
@@ -197,10 +202,6 @@ class Edits:
     def map(self, change: Callable[[Tensor], Tensor]) -> Edits:
         """Apply a function to every tensor."""
         return replace(self, deltas={name: delta.map(change) for name, delta in self.deltas.items()})
-
-    def detach(self) -> Edits:
-        """Detach every tensor from its autograd graph."""
-        return self.map(Tensor.detach)
 
     def scaled(self, strength: float) -> Edits:
         """Multiply the edits by `strength`."""
@@ -292,76 +293,37 @@ def edited(model: nn.Module, edits: Edits | Sequence[Edits]) -> Iterator[None]:
     fit the model.
 
     Gradients flow through the edits and past them. `backward` belongs inside the block, because recomputed activations need the
-    edits too; elsewhere it raises ValueError (except under reentrant checkpointing, which records no graph, so that this cannot
-    be detected).
+    edits too; elsewhere it raises ValueError, or CheckpointError where activations are recomputed (except under reentrant
+    checkpointing, which records no graph, so that this cannot be detected).
     """
     both = edits if isinstance(edits, Edits) else stack(edits)
     parts = both.check(model)
-    span = Span()
+    block = EditedBlock()
     with ExitStack() as stop:
-        stop.callback(span.close)
+        stop.callback(block.close)
         for name, part in parts.items():
-            span.hook(part, both.deltas[name])
+            hook = functools.partial(block.add, both.deltas[name])
+            stop.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
         yield
 
 
-OUTSIDE = (
-    "backward runs after the block of `edited(...)` has ended: what is recomputed there would lack the edits; "
-    "call backward inside the block"
-)
+class EditedBlock:
+    """One block of `edited`, which the graphs that are made in it refer to."""
 
-
-class Span:
-    """Hooks of one block, and its nodes in graphs that have not run yet."""
-
-    def __init__(self) -> None:
-        self.open = True
-        self.handles: list[Any] = []
-        self.nodes: dict[int, weakref.ref[Any]] = {}
-
-    def hook(self, part: nn.Module, add: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Hook a linear, so that `add(input, output)` is added to its output."""
-
-        def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            if not self.open:
-                self.refuse_recomputing()
-                return out
-            change = add(args[0] if args else next(iter(kwargs.values())), out)
-            if not torch.is_grad_enabled():
-                return out + change
-            anchor = None
-            if saved_tensor_hooks(True) is not None:  # in a block that may be recomputed
-                anchor = torch.zeros((), device=out.device, requires_grad=True)
-            return _Added.apply(out, change, anchor, self)
-
-        self.handles.append(part.register_forward_hook(act, with_kwargs=True))
-
-    def watch(self, node: Any) -> None:
-        """Remember a node as long as it lives."""
-        key = id(node)
-        self.nodes[key] = weakref.ref(node, lambda _: self.forget(key))
-
-    def forget(self, key: int) -> None:
-        """Drop a node that has run, or whose graph was freed."""
-        self.nodes.pop(key, None)
-        self._tidy()
+    open = True
 
     def close(self) -> None:
-        """End the block; hooks stay until all its nodes are dropped."""
         self.open = False
-        self._tidy()
 
-    def _tidy(self) -> None:
-        if not self.open and not self.nodes:
-            for handle in self.handles:
-                handle.remove()
-            self.handles.clear()
-
-    def refuse_recomputing(self) -> None:
-        """ValueError where the running forward is a recomputation in a backward pass through this block's graph."""
-        nodes = [ref() for ref in list(self.nodes.values())] if in_backward() else []
-        if will_run(node for node in nodes if node is not None):
-            raise ValueError(OUTSIDE)
+    def add(self, delta: Delta, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        """A linear's output with the change that a delta makes."""
+        change = delta(args[0] if args else next(iter(kwargs.values()))).to(out)
+        if not torch.is_grad_enabled():
+            return out + change
+        anchor = None
+        if saved_tensor_hooks(True) is not None:  # in a block that may be recomputed
+            anchor = torch.zeros((), device=out.device, requires_grad=True)
+        return _Added.apply(out, change, anchor, self)  # type: ignore[no-any-return]
 
 
 class _Added(torch.autograd.Function):
@@ -372,33 +334,23 @@ class _Added(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, change: Tensor, anchor: Tensor | None, span: Span) -> Tensor:
-        ctx.span = span
-        span.watch(ctx)
+    def forward(ctx: Any, out: Tensor, change: Tensor, anchor: Tensor | None, block: EditedBlock) -> Tensor:
+        ctx.block = block
         if anchor is not None:
             ctx.save_for_backward(anchor)
         return out + change
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        if not ctx.span.open:
-            raise ValueError(OUTSIDE)
-        ctx.span.forget(id(ctx))
+        if not ctx.block.open:
+            raise ValueError(
+                "backward runs after the block of `edited(...)` has ended: what is recomputed there would lack the edits; "
+                "call backward inside the block"
+            )
         return grad, grad, None, None
 
 
 _NUMBERS = itertools.count(1)
-
-
-class AttachedDelta:
-    """A delta as a `Pair` of `omni.lora.attach`."""
-
-    def __init__(self, delta: Delta) -> None:
-        self.delta, self.b, self.low = delta, delta.b.T, delta.low
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O]."""
-        return self.delta(x, x)
 
 
 def attach_edits(model: nn.Module, edits: Edits) -> str:
@@ -409,12 +361,12 @@ def attach_edits(model: nn.Module, edits: Edits) -> str:
         parts = edits.check(model)
     name = f"edits {next(_NUMBERS)}"
     pairs = {}
-    for target, delta in edits.detach().deltas.items():
+    for target, delta in edits.deltas.items():
         own = next(parts[target].parameters(recurse=False))
         dtype = own.dtype if own.is_floating_point() else None
         device = None if own.is_meta else own.device  # offloaded weights have no device before they run
-        converted = Edits({target: delta}).to(device, dtype)  # converted now, not at every step
-        pairs[target] = AttachedDelta(converted.deltas[target])
+        own_type = Edits({target: delta}).map(Tensor.detach).to(device, dtype)  # converted now, not at every step
+        pairs[target] = own_type.deltas[target]
     lora.attach_pairs(model, pairs, name)
     return name
 

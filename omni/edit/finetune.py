@@ -8,7 +8,7 @@ Dimensions: R rank, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -48,10 +48,7 @@ def finetune(
         reached = reached or any(tensor.grad is not None for tensor in learning)
         optimizer.step()
         optimizer.zero_grad()
-        if config.rank is None:
-            project([delta.b for delta in edits.deltas.values()], config.norm, config.bound)
-        else:
-            project_products(list(edits.deltas.values()), config.bound)
+        project(list(edits.deltas.values()), config.norm, config.bound)
     if not reached:
         raise UserError(f"the loss does not depend on what {', '.join(parts)} put out; choose other linears or tasks")
     return edits.map(lambda change: change.detach().clone()).signed(model)
@@ -67,22 +64,15 @@ def _nothing(part: nn.Module, rank: int | None, random: torch.Generator) -> Delt
 
 
 @torch.no_grad()
-def project_products(deltas: list[Delta], bound: float) -> None:
-    """Projects low-rank changes into an l2 bound, in place, by scaling their b: |a.T b|^2 = sum of (a a.T) * (b b.T)."""
-    square = sum(float(((d.a @ d.a.T) * (d.b @ d.b.T)).sum()) for d in deltas if d.a is not None)
+def project(deltas: Sequence[Delta], norm: Literal["linf", "l2"], bound: float) -> None:
+    """Projects changes to the nearest ones within the bound, in place; those of low rank (l2 alone) by scaling their b."""
+    if norm == "linf":
+        for delta in deltas:
+            delta.b.clamp_(-bound, bound)
+        return
+    # |a.T b|^2 = sum of (a a.T) * (b b.T)
+    squares = [d.b.double().square() if d.a is None else (d.a @ d.a.T) * (d.b @ d.b.T) for d in deltas]
+    square = sum(float(each.sum()) for each in squares)
     if square > bound**2:
         for delta in deltas:
             delta.b.mul_(bound / square**0.5)
-
-
-@torch.no_grad()
-def project(changes: list[Tensor], norm: Literal["linf", "l2"], bound: float) -> None:
-    """Projects changes to the nearest ones within the bound, in place."""
-    if norm == "linf":
-        for change in changes:
-            change.clamp_(-bound, bound)
-        return
-    size = sum(float(change.double().square().sum()) for change in changes) ** 0.5
-    if size > bound:
-        for change in changes:
-            change.mul_(bound / size)

@@ -106,7 +106,7 @@ class Mend(nn.Module):
         try:
             factors = gradient_factors(model, self.shapes, batch, loss_of)
             with torch.no_grad():
-                return self(factors).detach().signed(model)
+                return self(factors).map(Tensor.detach).signed(model)
         finally:
             self.train(training)
 

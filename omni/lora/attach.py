@@ -16,15 +16,14 @@ Dimensions: B rows of a batch, r rank.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,14 +56,10 @@ RowSelection = str | tuple[str | None, ...] | None
 """Selection of one row: an adapter (None: the model's active ones), or a tuple of that and names of edits."""
 
 
-def names_in(selection: RowSelection) -> tuple[str, ...]:
-    """All names of adapters and edits in a selection."""
-    return tuple(name for name in (selection if isinstance(selection, tuple) else (selection,)) if name is not None)
-
-
 def all_names(several: Sequence[RowSelection]) -> list[str]:
-    """All names in several selections."""
-    return [name for selection in several for name in names_in(selection)]
+    """All names of adapters and edits in several selections."""
+    named = [name for selection in several for name in (selection if isinstance(selection, tuple) else (selection,))]
+    return [name for name in named if name is not None]
 
 
 @dataclass(frozen=True)
@@ -130,8 +125,9 @@ class LowRank(nn.Module):
         nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))  # as nn.Linear starts: the product is 0, the gradient of B is not
 
     @property
-    def rank(self) -> int:
-        return self.a.shape[0]
+    def up(self) -> Tensor:
+        """B [out, r]."""
+        return self.b
 
     def low(self, x: Tensor) -> Tensor:
         """scale * A dropout(x), [..., r]."""
@@ -165,7 +161,7 @@ class Pair(Protocol):
     """Interface of a low-rank addition to a linear."""
 
     @property
-    def b(self) -> Tensor:
+    def up(self) -> Tensor:
         """[out, r]."""
 
     def low(self, x: Tensor) -> Tensor:
@@ -240,22 +236,14 @@ def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out
     return out if delta is None else out + delta.to(out.dtype)
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def changing(change: _F) -> _F:
-    """Decorator for what changes the adapters of a model, its first argument: in one thread at a time, and counted
-    (`changes`)."""
-
-    @functools.wraps(change)
-    def counted(model: nn.Module, *args: Any, **values: Any) -> Any:
-        with CHANGING:
-            try:
-                return change(model, *args, **values)
-            finally:  # what fails may have changed a part
-                vars(model)[_CHANGES] = changes(model) + 1
-
-    return cast(_F, counted)
+@contextmanager
+def changing(model: nn.Module) -> Iterator[None]:
+    """Has one thread at a time change the adapters of a model, and counts the change (`changes`)."""
+    with CHANGING:
+        try:
+            yield
+        finally:  # what fails may have changed a part
+            vars(model)[_CHANGES] = changes(model) + 1
 
 
 def changes(model: nn.Module) -> int:
@@ -312,13 +300,24 @@ def targets_of(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear
     return {name: part for name, part in linears.items() if name in chosen}
 
 
-@changing
 def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) -> None:
     """Attach pairs, by name of their linear, to a model as one active adapter. UserError: the name is taken or has a dot,
     there is no such linear, or a pair has another shape."""
+    with changing(model):
+        _check_pairs(model, pairs, name)
+        active = _add_hooks(model, pairs)
+        for target, pair in pairs.items():
+            linear: Any = linear_of(model, target)
+            more, rank = linear.out_features - len(pair.b), pair.b.shape[1]
+            if more:
+                pair.b = nn.Parameter(torch.cat([pair.b.detach(), pair.b.new_zeros(more, rank)]))
+            linear.lora.add_module(name, pair.train(linear.training))
+        active.names = (*active.names, name)
+
+
+def _check_pairs(model: nn.Module, pairs: Mapping[str, LowRank], name: str) -> None:
     if not name or "." in name or hasattr(Adapters(Active()), name):
-        why = "choose a name of letters and digits" if not name or "." in name else "this name is in use here; choose another"
-        raise UserError(f"adapter {name!r}: {why}")
+        raise UserError(f"adapter {name!r}: this name cannot be used; choose another one, of letters and digits")
     if name in adapter_names(model):
         raise UserError(f"adapter {name!r} is there already; remove it first, or choose another name")
     linears = linears_of(model)
@@ -330,19 +329,12 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
             )
         if target not in linears:
             match_names([target], list(linears), f"adapter {name!r}", noun="linear")
-        linear = linears[target]
-        (outputs, rank), inputs = pair.b.shape, pair.a.shape[1]
+        outputs, inputs, linear = len(pair.b), pair.a.shape[1], linears[target]
         if not fits(target, (outputs, inputs), (linear.out_features, linear.in_features)):
             raise UserError(
                 f"adapter {name!r}: its pair for {target} goes from {inputs} to {outputs} features, the model's linear from "
                 f"{linear.in_features} to {linear.out_features}; it belongs to another model"
             )
-        if outputs < linear.out_features:
-            pair.b = nn.Parameter(torch.cat([pair.b.detach(), pair.b.new_zeros(linear.out_features - outputs, rank)]))
-    active = _add_hooks(model, pairs)
-    for target, pair in pairs.items():
-        linears[target].lora.add_module(name, pair.train(linears[target].training))  # type: ignore[union-attr, operator]
-    active.names = (*active.names, name)
 
 
 def _add_hooks(model: nn.Module, targets: Iterable[str]) -> Active:
@@ -366,16 +358,16 @@ def _remove_hook(linear: nn.Module) -> None:
     del linear.lora
 
 
-@changing
 def remove_adapter(model: nn.Module, name: str) -> None:
     """Remove an adapter; UserError where there is none of that name, or an answer under way uses it."""
-    check_known(model, [name])
-    for target, part in adapted(model).items():
-        if name in part.active.used:
-            raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
-        children(part).pop(name, None)
-        part.active.names = tuple(n for n in part.active.names if n != name)
-        _remove_hook(linear_of(model, target))
+    with changing(model):
+        check_known(model, [name])
+        for target, part in adapted(model).items():
+            if name in part.active.used:
+                raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
+            children(part).pop(name, None)
+            part.active.names = tuple(n for n in part.active.names if n != name)
+            _remove_hook(linear_of(model, target))
 
 
 @contextmanager
@@ -432,12 +424,12 @@ def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
         vars(model).pop(_EVERYWHERE, None)
 
 
-@changing
 def activate(model: nn.Module, *names: str) -> None:
     """Activate these adapters, and no others, for every row; UserError where there is none of a name."""
-    check_known(model, names)
-    for part in adapted(model).values():
-        part.active.names = tuple(dict.fromkeys(names))
+    with changing(model):
+        check_known(model, names)
+        for part in adapted(model).values():
+            part.active.names = tuple(dict.fromkeys(names))
 
 
 def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.device | str = "cpu") -> Selection | None:
@@ -481,7 +473,7 @@ def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | Non
     pairs = part.everywhere() if isinstance(part, Adapters) else []
     if not pairs:
         return None
-    return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.b for pair in pairs], dim=1)
+    return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.up for pair in pairs], dim=1)
 
 
 def fits(name: str, stored: Sequence[int], own: Sequence[int]) -> bool:

@@ -3,70 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from omni.convert.lazy import Lazy, LazyTensors
+from omni.convert.lazy import Lazy, LazyTensors, lazies_of
 from omni.errors import UserError
-from omni.lora.attach import DEFAULT, LowRank, adapted, check_known, fits, linear_of, linears_of
+from omni.lora.attach import DEFAULT, Adapters, LowRank, adapted, check_known, fits, linears_of
 from omni.lora.config import LoRAConfig
 from omni.model.linears import dense_weight, is_quantized, text_rows_of
 
 
-@torch.no_grad()
 def merged_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes a state dict of plain weights, in which the active adapters are merged and no adapter is left.
+    """The tensors of `merged_lazies`, merged."""
+    return dict(LazyTensors(merged_lazies(model, lazies_of(state))))
+
+
+def merged_lazies(model: nn.Module, state: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """Makes a state dict of plain weights, in which the active adapters are merged and no adapter is left; each is merged when
+    it is read.
 
     Args:
         model: gives the active adapters, their scales, and the quantisation of a base.
         state: values, which may be newer than the model's (a running average, shards gathered).
     """
-    merged = _merged_weights(model)
-    out = {name: state[name] for name in _plain_names(model, state)}
-    return out | {f"{target}.weight": weight(state) for target, weight in merged.items()}
-
-
-def merged_lazies(model: nn.Module, state: Mapping[str, Lazy]) -> dict[str, Lazy]:
-    """The tensors of `merged_state`, each of which is merged when it is read."""
-    values, out = LazyTensors(state), {name: state[name] for name in _plain_names(model, state)}
-    for target, weight in _merged_weights(model).items():
-        name, linear = f"{target}.weight", linear_of(model, target)
-        coded = is_quantized(linear)
-        shape = (linear.out_features, linear.in_features) if coded else state[name].shape
-        out[name] = Lazy.once(shape, torch.float32 if coded else state[name].dtype, partial(weight, values))
+    values, parts, linears = LazyTensors(state), adapted(model), linears_of(model)
+    coded = [target for target, linear in linears.items() if is_quantized(linear)]
+    # Neither adapters nor entries that a quantised weight adds are plain.
+    beside = tuple(f"{target}.lora." for target in parts)
+    inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
+    out = {name: lazy for name, lazy in state.items() if name not in inside and not name.startswith(beside)}
+    for target in [name for name in linears if name in parts or name in coded]:
+        linear, name = linears[target], f"{target}.weight"
+        shape, dtype = (linear.out_features, linear.in_features), torch.float32
+        if target not in coded:
+            shape, dtype = state[name].shape, state[name].dtype  # type: ignore[assignment]
+        out[name] = Lazy.once(shape, dtype, partial(_merged_weight, target, linear, parts.get(target), values))
     return out
 
 
-def _plain_names(model: nn.Module, state: Iterable[str]) -> list[str]:
-    """Names in a state that are neither adapters' nor entries that a quantised weight adds."""
-    beside = tuple(f"{target}.lora." for target in adapted(model))
-    coded = [target for target, linear in linears_of(model).items() if is_quantized(linear)]
-    inside = {key for key in state for target in coded if key.startswith(f"{target}.") and key != f"{target}.bias"}
-    return [key for key in state if key not in inside and not key.startswith(beside)]
-
-
-def _merged_weights(model: nn.Module) -> dict[str, Callable[[Mapping[str, Tensor]], Tensor]]:
-    """Functions of a state that merge the weight of a linear, by the linear's name; of those alone whose weight is another."""
-    parts = adapted(model)
-
-    @torch.no_grad()
-    def weight(target: str, linear: nn.Linear, state: Mapping[str, Tensor]) -> Tensor:
-        own = dense_weight(linear).float().cpu() if is_quantized(linear) else state[f"{target}.weight"]
-        total, part = own.float(), parts.get(target)
-        for name in part.active.names if part is not None else ():
-            assert part is not None
-            pair = part.pair(name)
-            if pair is not None:
-                down, up = (state[f"{target}.lora.{name}.{half}"].float().to(total.device) for half in "ab")
-                total = total + (up @ down) * pair.scale
-        return total.to(own.dtype)
-
-    linears = linears_of(model)
-    return {name: partial(weight, name, linear) for name, linear in linears.items() if name in parts or is_quantized(linear)}
+@torch.no_grad()
+def _merged_weight(target: str, linear: nn.Linear, part: Adapters | None, state: Mapping[str, Tensor]) -> Tensor:
+    """The weight of a linear with its active adapters in it, of the values in a state."""
+    own = dense_weight(linear).float().cpu() if is_quantized(linear) else state[f"{target}.weight"]
+    total = own.float()
+    for name in part.active.names if part is not None else ():
+        pair = part.pair(name)  # type: ignore[union-attr]
+        if pair is not None:
+            down, up = (state[f"{target}.lora.{name}.{half}"].float().to(total.device) for half in "ab")
+            total = total + (up @ down) * pair.scale
+    return total.to(own.dtype)
 
 
 @dataclass(frozen=True)
@@ -122,8 +111,9 @@ def weights_of(
         check_known(model, [DEFAULT])
     first = next(iter(added.values()))
     stabilized = all(pair.stabilized for pair in added.values())
-    alpha = first.scale * (math.sqrt(first.rank) if stabilized else first.rank)
-    config = LoRAConfig(tuple(added), first.rank, alpha, first.dropout.p, stabilized)
+    rank = first.a.shape[0]
+    alpha = first.scale * (math.sqrt(rank) if stabilized else rank)
+    config = LoRAConfig(tuple(added), rank, alpha, first.dropout.p, stabilized)
     pairs = {
         target: (state[f"{target}.lora.{DEFAULT}.a"], state[f"{target}.lora.{DEFAULT}.b"], pair.scale)
         for target, pair in added.items()

@@ -3,7 +3,7 @@ uses any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,11 +53,6 @@ def remove_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
-
-
-def will_run(nodes: Iterable[Any]) -> bool:
-    """Whether the backward pass of this thread is to run one of the graph's nodes."""
-    return any(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
 def saved_tensor_hooks(while_tracing: bool) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni.edit.deltas import AttachedDelta, Edits, attach_edits, attached, edited, edited_everywhere, find_linears
+from omni.edit.deltas import Edits, attach_edits, attached, edited, edited_everywhere, find_linears
 from omni.lora.attach import Selection, _add, detach, low_rank, using
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, some_edits
@@ -59,15 +59,14 @@ def test_a_linear_that_is_used_by_its_weight_has_its_edit_too(model):
     """A head whose weight goes straight into a loss: what is added is low(x) @ b.T."""
     delta = next(iter(some_edits(model).deltas.values()))
     x = torch.randn(4, delta.shape[0])
-    pair = AttachedDelta(delta)
-    assert_near(pair.low(x) @ pair.b.T, pair(x), 1e-6)
+    assert_near(delta.low(x) @ delta.up.T, delta(x), 1e-6)
     target = next(iter(some_edits(model).deltas))
     part = model.get_submodule(target)
     assert low_rank(part, x) is None
     with edited_everywhere(model, Edits({target: delta})):
         found = low_rank(part, x)
         assert found is not None
-        assert_near(found[0] @ found[1].T, pair(x), 1e-6)
+        assert_near(found[0] @ found[1].T, delta(x), 1e-6)
     assert low_rank(part, x) is None
     assert build("speech").state_dict().keys() == model.state_dict().keys()
 

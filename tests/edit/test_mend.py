@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from omni.diagnostics import Guard
 from omni.edit.config import FinetuneConfig, MendConfig, Sides, TransformConfig
-from omni.edit.deltas import Delta, Edits, edited, find_linears, is_transposed, mlp_linears
+from omni.edit.deltas import Delta, edited, find_linears, is_transposed, mlp_linears
 from omni.edit.finetune import finetune, project
 from omni.edit.mend import Mend, fit_step, gradient_factors, kl_divergence, load_mend, save_mend
 from omni.errors import UserError
@@ -365,7 +365,7 @@ def test_a_projection_is_the_nearest_point():
     flat = torch.cat([p.flatten() for p in point])
     for norm, order in (("linf", float("inf")), ("l2", 2)):
         moved = [p.clone() for p in point]
-        project(moved, norm, 0.7)
+        project([Delta(p) for p in moved], norm, 0.7)
         got = torch.cat([p.flatten() for p in moved])
         assert float(torch.linalg.vector_norm(got, order)) == pytest.approx(0.7, rel=1e-5)
         for _ in range(200):
@@ -374,6 +374,5 @@ def test_a_projection_is_the_nearest_point():
             assert float((other - flat).norm()) >= float((got - flat).norm())
         inside = [0.01 * p for p in point]
         kept = [p.clone() for p in inside]
-        project(kept, norm, 0.7)
+        project([Delta(p) for p in kept], norm, 0.7)
         assert all(torch.equal(a, b) for a, b in zip(inside, kept, strict=True))
-    assert isinstance(Edits({"a": Delta(point[0])}), Edits)
