@@ -6,7 +6,7 @@ A step's calls depend on the level:
                 known before the step's losses, and several micro-batches may be run through with it.
     features    `FeatureHook` between encoder and decoder calls `choose`, within the one backward.
     parameters  `gather` runs one backward per task and micro-batch, and `combine` puts the combined gradient into `grad`.
-    two levels  `Bilevel.update_weights` on the step's batch and on a held-out one (`train.balance.balancer`).
+    two levels  `Bilevel.update_weights` on the step's batch and on a held-out one (`train.balance.bilevel`).
 
 Losses are this process's share of the step's: divided by counts of the whole step, so that their sum over processes (`reduce`)
 is the step's loss. Nothing nonlinear is done before that sum: the choice does not depend on the number of processes.
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from train.balance.bilevel import Batch, BilevelStep
 from train.balance.config import MAX_TASKS, BalanceConfig
 from train.balance.rows import (
     MethodChoice,
@@ -76,11 +75,14 @@ class BalanceReport:
         return figures
 
 
-class Chooser:
-    """Calls the method in each step, and keeps its state between steps.
+class Balancer:
+    """Combines the tasks of each step: calls the method, and keeps its state between steps.
 
     Args:
         tasks: their names, in the order of the losses.
+
+    Raises:
+        UserError: fewer than two tasks, or more than can be balanced.
 
     Attributes:
         steps: taken so far.
@@ -180,14 +182,6 @@ class Chooser:
         self.state = State(len(self.tasks))
         self.state.values = {k.removeprefix("state/"): v.clone() for k, v in state.items() if k.startswith("state/")}
         self.state.pairs = {k.removeprefix("pairs/") for k in state if k.startswith("pairs/")}
-
-
-class Balancer(Chooser):
-    """Combines the tasks of each step.
-
-    Raises:
-        UserError: fewer than two tasks, or more than can be balanced.
-    """
 
     # --- weights of losses ----------------------------------------------------------------------------------------------
 
@@ -307,65 +301,6 @@ def norms_and_cosines(gramian: Tensor, present: Tensor) -> tuple[Tensor, Tensor]
     )
 
 
-def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
-    """Build the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
-    return Bilevel(config, tasks) if config.spec.bilevel else Balancer(config, tasks)
-
-
-class Bilevel(Chooser):
-    """Balances the tasks by a bilevel method: weights are softmax(w), and w is trained by Adam.
-
-    A step is `update_weights(inner, outer, parameters, lr)`, then, for methods that are `linear`, one backward of the losses
-    times the weights; others leave the whole gradient in `grad`. Tasks that are absent from `inner` are left out.
-    """
-
-    def ahead(self) -> Tensor:
-        """The current weights, [m]."""
-        return self._logits().softmax(0)
-
-    def update_weights(
-        self,
-        inner: Batch,
-        outer: Batch,
-        parameters: Sequence[nn.Parameter],
-        lr: float,
-        reduce: Sum = alone,
-        run: Callable[[Tensor], None] = torch.Tensor.backward,
-        settled: Callable[[], None] = lambda: None,
-    ) -> BalanceReport:
-        """Update the weights by one step; the report has the weights after it, and the outer gradients' norms and cosines.
-
-        Args:
-            lr: the optimizer's learning rate.
-            run: calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
-            settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
-        """
-        settings = self.config.values
-        step = BilevelStep(
-            inner, outer, list(parameters), lr, self.ahead(), settings, self.state, self.steps, reduce, run, settled
-        )
-        with step.restored():
-            return self._step(*self.config.spec.rule(step))
-
-    def _logits(self) -> Tensor:
-        m = len(self.tasks)
-        return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64))
-
-    def _step(self, gradient: Tensor, present: Tensor, rows: Rows | None) -> BalanceReport:
-        """Update the logits by Adam with their gradient [k], and report."""
-        self._logits()
-        inputs = self.method_input(torch.ones(len(present), dtype=torch.float64), present, rows, ())
-        inputs.adam("logits", gradient, 1 / len(self.tasks), self.config.values["lr"])
-        self.steps += 1
-        self.absences += ~present
-        m = len(present)
-        norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
-        if rows is not None:
-            norms, cosines = norms_and_cosines(rows.gramian(), torch.ones_like(present))
-        weights = torch.where(present, self._logits().softmax(0), 0.0)
-        return BalanceReport(weights, norms, cosines, (~present).long(), torch.zeros(m, dtype=torch.int64))
-
-
 class FeatureHook:
     """Combines the tasks' gradients at the features: called in the forward pass, `hook(features, task)`, acts in the backward.
 
@@ -380,7 +315,7 @@ class FeatureHook:
         report: of the last backward pass.
     """
 
-    def __init__(self, balancer: Chooser, reduce: Sum = alone) -> None:
+    def __init__(self, balancer: Balancer, reduce: Sum = alone) -> None:
         self.balancer, self.reduce = balancer, reduce
         self.losses: Tensor | None = None
         self.counts: Tensor | None = None

@@ -1,8 +1,5 @@
 """The section `balance:` of a run's configuration: method, level and settings, checked against what the method declares, and
-against the other sections.
-
-Methods are imported where a configuration names one: their libraries take a second.
-"""
+against the other sections."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any, Literal
 from omni.errors import UserError, closest
 from omni.tasks import TASKS, find_task
 from omni.utils.configuration import configuration
-from train.balance.registry import LEVELS, Method, Setting
+from train.balance.registry import LEVELS, Method, Setting, methods
 from train.data.config import DataConfig
 
 MAX_TASKS = 10
@@ -26,7 +23,7 @@ class BalanceConfig:
     """How a step combines its tasks, see docs/balance.md.
 
     Attributes:
-        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.methods.METHODS`.
+        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.registry.methods`.
         level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
             backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
         settings: of the method; the others keep their defaults.
@@ -91,11 +88,10 @@ class BalanceConfig:
     @property
     def spec(self) -> Method:
         """The registered method, which says what it needs."""
-        from train.balance.methods import METHODS
-
-        if self.method not in METHODS:
-            raise UserError(f"balance.method {self.method!r} is unknown; {closest(self.method, METHODS)}")
-        return METHODS[self.method]
+        known = methods()
+        if self.method not in known:
+            raise UserError(f"balance.method {self.method!r} is unknown; {closest(self.method, known)}")
+        return known[self.method]
 
     @property
     def at(self) -> str:
@@ -129,9 +125,7 @@ class BalanceConfig:
 
 def of_level(level: str) -> list[str]:
     """Names of the methods that can be used at a level."""
-    from train.balance.methods import METHODS
-
-    return [name for name, method in METHODS.items() if level in method.levels]
+    return [name for name, method in methods().items() if level in method.levels]
 
 
 def _check(where: str, value: Any, setting: Setting) -> None:
@@ -189,7 +183,7 @@ def check_balance(
         )
     if data.micro_batches % spec.parts:
         raise UserError(
-            f"balance.method {method} takes {spelt(spec.parts)} batches a step apart, but data.micro_batches is "
+            f"balance.method {method} takes {spec.parts} batches a step apart, but data.micro_batches is "
             f"{data.micro_batches}; make it {spec.parts} for each process"
         )
     if spec.bilevel and processes is not None and data.micro_batches > processes:
@@ -197,11 +191,6 @@ def check_balance(
             f"balance.method {method} takes one micro-batch a step in each process, but data.micro_batches is "
             f"{data.micro_batches} and fabric has {processes} process(es); make data.micro_batches {processes}"
         )
-
-
-def spelt(number: int) -> str:
-    """A small number as a word."""
-    return {2: "two", 3: "three", 4: "four"}.get(number, str(number))
 
 
 def _enough(names: Sequence[str], section: BalanceConfig, noun: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -89,7 +90,14 @@ METHODS: Registry[Method] = Registry(
     f"a function, at one or more of the levels {', '.join(LEVELS)}",
     lambda method: callable(method.rule) and bool(method.levels) and set(method.levels) <= set(LEVELS),
 )
-"""The methods registered so far; `train.balance.methods` has the package's own."""
+"""The methods registered so far; `methods` has the package's own among them."""
+
+
+def methods() -> Registry[Method]:
+    """All methods by name; the package's own are imported where they are asked for: their libraries take a second."""
+    importlib.import_module("train.balance.methods")
+    return METHODS
+
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 

@@ -4,7 +4,7 @@
                 backward waits for them, or, with several micro-batches, a pass without gradients before it
     features    one pass; the hook acts in its backward
     parameters  one pass per task, then one for what belongs to none of them
-    two levels  the passes of `train.balance.balancer`, on the step's batch and on a held-out one, then one pass
+    two levels  the passes of `train.balance.bilevel`, on the step's batch and on a held-out one, then one pass
 
 Losses are divided by counts of the whole step; Fabric averages gradients over processes, hence the factor `world`.
 
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.utils.arguments import match_names
-from train.balance.balancer import Balancer, BalanceReport, FeatureHook, build
-from train.balance.config import BalanceConfig, spelt
+from train.balance.balancer import Balancer, BalanceReport, FeatureHook
+from train.balance.bilevel import build
+from train.balance.config import BalanceConfig
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
@@ -105,7 +106,7 @@ class Balancing:
             raise UserError("balance.separate names all trainable parameters; leave some to be shared")
         if micro_batches % spec.parts:
             raise UserError(
-                f"balance.method {method} takes {spelt(spec.parts)} batches a step apart, and each process has "
+                f"balance.method {method} takes {spec.parts} batches a step apart, and each process has "
                 f"{micro_batches}; make data.micro_batches {spec.parts * self.group.world}"
             )
         if spec.bilevel and micro_batches > 1:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.close import assert_near
-from train.balance.balancer import Bilevel, build
-from train.balance.bilevel import _forum_weights
+from train.balance.bilevel import Bilevel, _forum_weights, build
 from train.balance.config import BalanceConfig
+from train.balance.rows import MethodInput
 from train.balance.solvers import on_simplex, solved
 
 NAMES = ["a", "b", "c"]
@@ -32,8 +32,7 @@ def made(method: str, **settings: Any) -> tuple[Bilevel, nn.Parameter]:
 def followed(bilevel: Bilevel, w: nn.Parameter, monkeypatch: pytest.MonkeyPatch, lr: float) -> Tensor:
     """The gradient that the logits are given."""
     seen: list[Tensor] = []
-    step = bilevel._step
-    monkeypatch.setattr(bilevel, "_step", lambda gradient, *rest: (seen.append(gradient), step(gradient, *rest))[1])
+    monkeypatch.setattr(MethodInput, "adam", lambda inputs, name, gradient, *rest: seen.append(gradient))
     bilevel.update_weights(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], lr)
     return seen[0]
 

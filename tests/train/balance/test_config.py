@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from omni.errors import UserError
-from train.balance.balancer import Balancer, Bilevel, build
+from train.balance.balancer import Balancer
+from train.balance.bilevel import Bilevel, build
 from train.balance.config import LEVELS, BalanceConfig
 from train.balance.methods import METHODS
 

@@ -16,7 +16,7 @@ from tests.train.balance.test_absent import poisoned
 from tests.train.balance.test_resume import test_resuming_is_bitwise as check_that_resuming_is_bitwise
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
 from tests.train.toys import toy_fit
-from train.balance.balancer import Chooser
+from train.balance.balancer import Balancer
 from train.balance.bilevel import BilevelStep, OuterGradient
 from train.balance.config import BalanceConfig
 from train.balance.registry import METHODS, Setting, register_method
@@ -117,7 +117,7 @@ def test_a_method_that_breaks_its_word_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(METHODS, "odd", None)  # type: ignore[arg-type]
     register_method("odd", "loss")(choose)
     with pytest.raises(UserError, match=said):
-        Chooser(BalanceConfig("odd"), ["a", "b"]).choose(torch.ones(2, dtype=torch.float64), None)
+        Balancer(BalanceConfig("odd"), ["a", "b"]).choose(torch.ones(2, dtype=torch.float64), None)
 
 
 @pytest.mark.parametrize("method", ["equal", "uncertainty"])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
-from train.balance.balancer import Balancer, Bilevel, build
+from train.balance.balancer import Balancer
+from train.balance.bilevel import Bilevel, build
 from train.balance.config import BalanceConfig
 from train.balance.methods import METHODS
 from train.balance.rows import Rows
