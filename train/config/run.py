@@ -34,7 +34,7 @@ from train.config.sections import (
     learning,
 )
 from train.data.config import DataConfig
-from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_turn_head
+from train.objective.config import NO_ALIGNMENT_HEAD, NO_TURN_HEAD, ObjectiveConfig, check_stream_weights, untrained
 
 
 @configuration
@@ -149,9 +149,9 @@ class FitConfig:
             if ids is None and model.init_from is None and model.preset is not None:
                 ids = preset(model.preset).ctc
             if ids == 0:
-                raise UserError(no_alignment_head(objective.ctc_weight))
+                raise untrained("ctc", objective.ctc_weight, NO_ALIGNMENT_HEAD)
         if objective.turn_weight > 0 and (model.turn is False or (model.turn is None and model.init_from is None)):
-            raise UserError(no_turn_head(objective.turn_weight))
+            raise untrained("turn", objective.turn_weight, NO_TURN_HEAD)
 
     def reached(self, figures: Mapping[str, float]) -> bool:
         """Whether these figures of a validation end the run (`budget.until`)."""

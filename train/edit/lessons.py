@@ -27,6 +27,7 @@ from omni.tasks import find_task
 from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example, ExampleMaker, Prepared
 from train.data.rows.row import Codes, Row
+from train.objective.config import check_stream_weights
 
 LISTENING = ("encoder.", "projector.")
 """Names of parts that run before the decoder."""
@@ -54,10 +55,7 @@ class EditObjective:
         self.lm, self.model = lm, lm.model
         streams = len(lm.layout)
         self.weights = tuple(weights or (1.0,) * streams)
-        if len(self.weights) != streams:
-            raise UserError(f"stream_weights has {len(self.weights)} entries; the layout has {streams} streams")
-        if not (min(self.weights) >= 0 and 0 < sum(self.weights) < float("inf")):
-            raise UserError(f"stream_weights are {list(self.weights)}; give weights of at least 0, one of them above")
+        check_stream_weights(self.weights, streams, "stream_weights")
         self.listening = any(name.startswith(LISTENING) for name in linears)
         self.maker = ExampleMaker(replace(lm.config, ctc=0, ctc_sounds=0, turn=False), lm.tokenizer, lm.codec)
 

@@ -10,39 +10,23 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from omni.errors import UserError
 from omni.utils.configuration import Share, configuration
 
+NO_ALIGNMENT_HEAD = "the model has no alignment head: set data.alignment to words or letters (and leave model.ctc out)"
+NO_TURN_HEAD = "the model has no turn head: set model.turn to true, with encoder.mode chunked"
 
-def check_stream_weights(weights: Sequence[float], streams: int) -> None:
-    """Refuses `objective.stream_weights` of another number than the layout's streams, below 0, or all 0 (UserError)."""
+
+def check_stream_weights(weights: Sequence[float], streams: int, key: str = "objective.stream_weights") -> None:
+    """Refuses weights of another number than the layout's streams, below 0, or all 0 (UserError)."""
     if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-        raise UserError(
-            f"objective.stream_weights is {list(weights)}; give numbers of at least 0, not all of them 0, or null for 1 each"
-        )
+        raise UserError(f"{key} is {list(weights)}; give numbers of at least 0, not all of them 0, or null for 1 each")
     if len(weights) != streams:
         raise UserError(
-            f"objective.stream_weights has {len(weights)} entries; the layout has {streams} streams: give a weight for each, "
-            "those of audio first"
+            f"{key} has {len(weights)} entries; the layout has {streams} streams: give a weight for each, those of audio first"
         )
 
 
-def no_alignment_head(weight: float) -> str:
-    """Error text for an alignment loss on a model without a head for it."""
-    return (
-        f"objective.ctc_weight is {weight}, but the model has no alignment head: set data.alignment to words or letters (and "
-        "leave model.ctc out), or objective.ctc_weight to 0"
-    )
-
-
-def no_turn_head(weight: float) -> str:
-    """Error text for a loss of the turn head on a model without one."""
-    return (
-        f"objective.turn_weight is {weight}, but the model has no turn head: set model.turn to true, with encoder.mode "
-        "chunked, or objective.turn_weight to 0"
-    )
-
-
-def no_teacher(weight: float, why: str) -> str:
-    """Error text for a distillation without what it needs: `why` says what, and how to get it."""
-    return f"objective.distill_weight is {weight}, but {why}, or set objective.distill_weight to 0"
+def untrained(loss: str, weight: float, why: str) -> UserError:
+    """The error of a loss on the encoder that cannot be trained: `why` says what is lacking, and how to get it."""
+    return UserError(f"objective.{loss}_weight is {weight}, but {why}, or set objective.{loss}_weight to 0")
 
 
 @configuration

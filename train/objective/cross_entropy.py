@@ -24,7 +24,7 @@ class Heads(NamedTuple):
     Attributes:
         text, audio: states [R * T, W] that the heads read; one tensor where the model has no post-adapter.
         text_weight, audio_weight: [V, W]; the audio streams' vocabularies one after another.
-        text_low, text_up, audio_low, audio_up: [R * T, r] and [V, r], whose product is added to a head's logits (see
+        text_low, audio_low, text_up, audio_up: [R * T, r] and [V, r], whose product is added to a head's logits (see
             `omni.lora.attach.low_rank`); None without one.
     """
 
@@ -33,8 +33,8 @@ class Heads(NamedTuple):
     text_weight: Tensor
     audio_weight: Tensor
     text_low: Tensor | None = None
-    text_up: Tensor | None = None
     audio_low: Tensor | None = None
+    text_up: Tensor | None = None
     audio_up: Tensor | None = None
 
 
@@ -127,9 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, targets: HeadTargets, *states: Tensor | None) -> tuple[Tensor, Tensor]:
         heads = Heads(*states)  # type: ignore[arg-type]
         ctx.dtypes = [None if t is None else t.dtype for t in heads]
-        total, each, ctx.gradients = _losses_and_gradients(
-            heads, _needs(heads, ctx.needs_input_grad[1:]), targets, multiplied_in(heads.text)
-        )
+        total, each, ctx.gradients = _losses_and_gradients(heads, ctx.needs_input_grad[1:], targets, multiplied_in(heads.text))
         ctx.mark_non_differentiable(each)
         return total, each
 
@@ -175,7 +173,7 @@ class _TaskCrossEntropy(torch.autograd.Function):
         if ctx.same:
             heads = heads._replace(audio=heads.text)
         targets = HeadTargets(ctx.offsets, index, ids, scale, ctx.chunk, share, ctx.compiled)
-        _, _, scaled = _losses_and_gradients(heads, _needs(heads, ctx.needs_input_grad[3:]), targets, ctx.dtype)
+        _, _, scaled = _losses_and_gradients(heads, ctx.needs_input_grad[3:], targets, ctx.dtype)
         gradients = [
             None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(scaled, heads, strict=True)
         ]
@@ -185,11 +183,6 @@ class _TaskCrossEntropy(torch.autograd.Function):
 def sum_by(cell: Tensor, values: Tensor, cells: int) -> Tensor:
     """Sums of values [N] by their cells [N], [cells]; a GPU adds them in the same order every time, unlike `index_add_`."""
     return torch.where(cell == torch.arange(cells, device=cell.device)[:, None], values, 0).sum(1)
-
-
-def _needs(heads: Heads, wanted: Sequence[bool]) -> tuple[bool, ...]:
-    """Which of the heads' tensors need a gradient: all factors of low-rank products do."""
-    return (*wanted[:4], *(t is not None for t in heads[4:]))
 
 
 def _losses_and_gradients(
@@ -205,39 +198,31 @@ def _losses_and_gradients(
         needs: which of the heads' tensors need a gradient.
         dtype: of the products.
     """
-    text, audio, text_weight, audio_weight, *pairs = heads
-    text_low, text_up, audio_low, audio_up = pairs
     index, scale, ratio = targets.index, targets.scale, targets.ratio
     last = len(index) - 1
     half = dtype in (torch.bfloat16, torch.float16)
     kept = torch.float32 if half else None
-    same = audio is text
-    d_text = torch.zeros_like(text, dtype=kept) if needs[0] else None
-    d_audio = (d_text if same and needs[0] else torch.zeros_like(audio, dtype=kept)) if needs[1] else None
-    d_text_weight = torch.zeros_like(text_weight, dtype=kept) if needs[2] else None
-    d_audio_weight = torch.zeros_like(audio_weight, dtype=kept) if needs[3] else None
-    lows, ups = (text_low, audio_low), (text_up, audio_up)
-    d_pairs = [torch.zeros_like(t, dtype=kept) if t is not None and n else None for t, n in zip(pairs, needs[4:], strict=True)]
-    d_lows, d_ups = d_pairs[::2], d_pairs[1::2]
+    same = heads.audio is heads.text
+    grads = [torch.zeros_like(t, dtype=kept) if t is not None and n else None for t, n in zip(heads, needs, strict=True)]
+    if same and needs[0] and needs[1]:
+        grads[1] = grads[0]
     losses: list[Tensor] = []
-    total = torch.zeros((), device=text.device, dtype=torch.float32)
-    with torch.no_grad(), torch.autocast(text.device.type, enabled=False):
+    total = torch.zeros((), device=heads.text.device, dtype=torch.float32)
+    with torch.no_grad(), torch.autocast(heads.text.device.type, enabled=False):
         for k, (where, target) in enumerate(zip(index, targets.ids, strict=True)):
-            hidden, d_hidden = (text, d_text) if k == last else (audio, d_audio)
-            head = text_weight if k == last else audio_weight
+            side = int(k != last)  # text is the first of each pair
+            hidden, head, lows, ups = heads[side::2]
+            d_hidden, d_head, d_low, d_ups = grads[side::2]
+            assert hidden is not None and head is not None
             rows, size, first = targets.rows(k, head)
-            weight = head[rows].to(dtype)
-            full = d_text_weight if k == last else d_audio_weight
-            d_weight = None if full is None else full[rows]
-            low_all, d_low, up_all, d_up_all = (part[0 if k == last else 1] for part in (lows, d_lows, ups, d_ups))
-            up = None if up_all is None else up_all[rows].to(dtype)
-            d_up = None if d_up_all is None else d_up_all[rows]
+            weight, up = head[rows].to(dtype), None if ups is None else ups[rows].to(dtype)
+            d_weight, d_up = (None if t is None else t[rows] for t in (d_head, d_ups))
             step = max(1, targets.chunk // size)
             for low in range(0, len(where), step):
                 at, goal = where[low : low + step], target[low : low + step, None]
                 inside = torch.ones_like(scale[k]) if half else scale[k]
                 h = hidden[at].to(dtype)
-                z = None if low_all is None else low_all[at].to(dtype)
+                z = None if lows is None else lows[at].to(dtype)
                 if ratio is not None:
                     part = ratio[k][low : low + step]
                     inside = inside * part[:, None]
@@ -247,7 +232,7 @@ def _losses_and_gradients(
                 logits = h @ weight.T
                 if z is not None and up is not None:
                     logits.addmm_(z, up.T)
-                differentiated = not (d_hidden is None and d_weight is None and d_up is None)
+                differentiated = any(t is not None for t in (d_hidden, d_weight, d_low, d_up))
                 if targets.shards is not None:
                     loss, d_logits = _softmax_sharded(logits, goal - first, inside, differentiated, targets.shards)
                 else:
@@ -276,11 +261,11 @@ def _losses_and_gradients(
                     if d_matrix is not None:
                         d_matrix.mul_(scale[k])
     if targets.shards is not None:  # each process has the gradient by the rows it holds
-        for d_hidden in (d_text, None if same else d_audio):
+        for d_hidden in grads[: 1 if same else 2]:
             if d_hidden is not None:
                 targets.shards.sum(d_hidden)
     each = torch.cat(losses) if losses else total.new_zeros(0)
-    return total, each, [d_text, None if same else d_audio, d_text_weight, d_audio_weight, *d_pairs]
+    return total, each, [None if same and i == 1 else grad for i, grad in enumerate(grads)]
 
 
 def _softmax(logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool) -> tuple[Tensor, Tensor | None]:

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.encoder.base import Encoder, frame_distances
-from omni.errors import UserError
 from omni.lora.attach import BASE, low_rank, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.utils.hardware import to_device
-from train.objective.config import ObjectiveConfig, check_stream_weights, no_alignment_head, no_teacher, no_turn_head
+from train.objective.config import NO_ALIGNMENT_HEAD, NO_TURN_HEAD, ObjectiveConfig, check_stream_weights, untrained
 from train.objective.cross_entropy import Heads, HeadTargets, vocabulary_shards
 from train.objective.task_losses import PlainLosses, feature_tasks
 
@@ -124,11 +123,11 @@ class Objective(nn.Module):
         weights = self.config.stream_weights or (1.0,) * streams
         check_stream_weights(weights, streams)
         if self.config.ctc_weight > 0 and model.alignment_head is None:
-            raise UserError(no_alignment_head(self.config.ctc_weight))
+            raise untrained("ctc", self.config.ctc_weight, NO_ALIGNMENT_HEAD)
         if self.config.turn_weight > 0 and model.turn_head is None:
-            raise UserError(no_turn_head(self.config.turn_weight))
+            raise untrained("turn", self.config.turn_weight, NO_TURN_HEAD)
         if self.config.distill_weight > 0 and teacher is None:
-            raise UserError(no_teacher(self.config.distill_weight, "the objective has no teacher: give it one"))
+            raise untrained("distill", self.config.distill_weight, "the objective has no teacher: give it one")
         self.teacher = teacher
         self.compiled = False
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
@@ -192,15 +191,13 @@ class Objective(nn.Module):
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
         index: Sequence[Tensor] = [at.to(text.device, non_blocking=True) for at in batch.supervised]
         scale = self.stream_weights.to(text.device, non_blocking=True) / denominators[:-HEADS].clamp_min(1).float()
-        low_ranks = (
-            *(low_rank(decoder.text_head, text) or (None, None)),
-            *(low_rank(decoder.audio_head, audio) or (None, None)),
-        )
+        text_low, text_up = low_rank(decoder.text_head, text) or (None, None)
+        audio_low, audio_up = low_rank(decoder.audio_head, audio) or (None, None)
         text_weight, audio_weight, shards = decoder.text_weight, decoder.audio_weight, None
         if isinstance(text_weight, DTensor) and isinstance(audio_weight, DTensor):
             shards = vocabulary_shards(text_weight, audio_weight)
             text_weight, audio_weight = text_weight.to_local(), audio_weight.to_local()
-        heads = Heads(text, audio, text_weight, audio_weight, *low_ranks)
+        heads = Heads(text, audio, text_weight, audio_weight, text_low, audio_low, text_up, audio_up)
         index, ratio = task_losses.split(batch, index)
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         chunk = self.config.chunk_on(text.is_cuda)

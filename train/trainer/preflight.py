@@ -42,7 +42,7 @@ from train.data.config import DataConfig, tasks_of
 from train.data.rows.files import ROWS, find_files, missing_parts, sample_rows
 from train.data.sources.streams import StreamSource
 from train.distributed.sharding import check_divides
-from train.objective.config import no_teacher
+from train.objective.config import untrained
 from train.trainer.initial_model import check_tokenizer, shape_of
 from train.trainer.parts import CALLBACKS
 
@@ -263,10 +263,10 @@ def _check_teacher(config: FitConfig, shape: ModelConfig, problems: _Problems) -
     weight, key = config.objective.distill_weight, "objective.distill_weight"
     if weight > 0 and config.model.init_from is None:
         with problems.of(key):
-            raise UserError(no_teacher(weight, "model.init_from is missing, whose encoder is the teacher: name a model folder"))
+            raise untrained("distill", weight, "model.init_from is missing, whose encoder is the teacher: name a model folder")
     if weight > 0 and not shape.encoder.streams:
         with problems.of(key):
-            raise UserError(no_teacher(weight, "the encoder hears whole clips, as its teacher: set model.encoder.mode chunked"))
+            raise untrained("distill", weight, "the encoder hears whole clips, as its teacher: set model.encoder.mode chunked")
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def _check_patterns(config: FitConfig, shape: ModelConfig, problems: _Problems) 
     if weight > 0 and not any(name.startswith("encoder.") for name in learning):
         way = "trainable" if lora is None else "lora.targets"
         with problems.of("objective.distill_weight"):
-            raise UserError(no_teacher(weight, f"nothing of the encoder is trained: name encoder.* in {way}"))
+            raise untrained("distill", weight, f"nothing of the encoder is trained: name encoder.* in {way}")
     for group in config.optimizer.groups:
         with problems.of("optimizer.groups"):
             match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)
