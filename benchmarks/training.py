@@ -37,12 +37,11 @@ from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, OptimizerConfig
 from train.distributed.fabric import build_fabric
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
-from train.trainer.balanced_step import Balancing
+from train.trainer.balanced_step import BalancedStep, Balancing
 from train.trainer.build import prepare
-from train.trainer.feed import Feed, StepBatches
 from train.trainer.loop import Loop
 from train.trainer.signals import Stop
-from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step, StepGuard
+from train.trainer.step import Feed, GuardedStep, PlainStep, Step, StepBatches
 
 PHASES = {"aligning": 0.0, "all of the model": 0.5}
 """Used shares of the budget: at the first, where the recipe has `objective.align_first`, the decoder does not run."""
@@ -202,12 +201,8 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
         works: dict[str, Step] = {"plain": PlainStep(**built)}
         for name, section in sections.items():
             trainable = [(n.removeprefix("model."), p) for n, p in loop.objective.named_parameters() if p.requires_grad]
-            parts, own = loop.parts, (built["fabric"], built["module"], trainable)
-            assert parts.balanced is not None
-            balancing = Balancing(
-                section, parts.balanced, *own, parts.tasks, parts.streams, parts.targets, loop.group, len(batches[0].batches),
-                loop.config.objective.by_heads,
-            )  # fmt: skip
+            own = (loop.parts, built["fabric"], built["module"], trainable, loop.group)
+            balancing = Balancing(section, *own, len(batches[0].batches), loop.config.objective.by_heads)
             works[name] = BalancedStep(**built, balance=balancing, start=0.0)
         slices = {name: partial(_slice, step) for name, step in works.items()}
         spent = in_turns(slices, [batches], device, 1 if small else 12)
@@ -229,13 +224,13 @@ def guard(device: torch.device, small: bool, config: str) -> Figures:
     """
     run, rounds = recipe(config, small), 1 if small else 8
     with with_batches(run, device, 1 if small else 4) as (loop, batches):
-        guarded = StepGuard(loop.objective, loop.optimizer, loop.parts.idle)
+        guarded = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.parts.idle)
         for phase, share in phases_of(run).items():
-            plain = partial(loop.step, progress=share)
-            watched = partial(GuardedStep(loop.step, guarded), progress=share)
-            traced = partial(GuardedStep(loop.step, guarded, trace=True), progress=share)
+            plain, watched = partial(loop.step, progress=share), partial(guarded, progress=share)
             spent = in_turns({"plain": plain, "watched": watched}, batches, device, rounds)
-            trace = in_turns({"plain": plain, "traced": traced}, batches, device, 1)
+            guarded.trace = True
+            trace = in_turns({"plain": plain, "traced": watched}, batches, device, 1)
+            guarded.trace = False
             yield phase, {
                 "plain ms": statistics.median(spent["plain"]) * 1e3, "watched / plain": ratio(spent["watched"], spent["plain"]),
                 "traced / plain": ratio(trace["traced"], trace["plain"]),

@@ -36,7 +36,7 @@ from omni.encoder.whisper import WhisperEncoder
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from train.objective.objective import Objective
-from train.trainer.step import PlainStep, StepGuard
+from train.trainer.step import GuardedStep, PlainStep
 
 CHILDREN = "OMNI_GUARDED_TESTS"
 """Environment variable: the folder where processes that tests start leave what was looked at there."""
@@ -68,7 +68,7 @@ class Lookout:
     def __enter__(self) -> Lookout:
         patch = lambda owner, name, new: self.stack.enter_context(mock.patch.object(owner, name, new))  # noqa: E731
         patch(PlainStep, "__call__", self._train(PlainStep.__call__))
-        patch(StepGuard, "step", self._guard(StepGuard.step))
+        patch(GuardedStep, "__call__", self._guard(GuardedStep.__call__))
         for kind in MODELS:
             patch(kind, "forward", self._forward(kind))
         patch(torch.autograd, "backward", self._backward(torch.autograd.backward))
@@ -99,18 +99,19 @@ class Lookout:
                 self._within(plain, take, step, progress)
                 return
             self._drop()  # its backward is none of the loop's
-            watch = vars(take).setdefault("lookout", StepGuard(take.module.module, take.optimizer, take.idle))
-            self.found += watch.step(1, step, progress, lambda step: self._within(plain, take, step, progress))
+            within = functools.partial(self._within, plain, take)
+            watch = vars(take).setdefault("lookout", GuardedStep(within, take.module.module, take.optimizer, take.idle))
+            self.found += watch(step, progress)
             self._count("steps")
 
         return train
 
     def _guard(self, plain: Callable[..., list[Finding]]) -> Callable[..., list[Finding]]:
         @functools.wraps(plain)
-        def step(guard: StepGuard, *args: Any, **kwargs: Any) -> list[Finding]:
+        def step(guard: GuardedStep, *args: Any) -> list[Finding]:
             self.guarded += 1
             try:
-                return plain(guard, *args, **kwargs)
+                return plain(guard, *args)
             finally:
                 self.guarded -= 1
 

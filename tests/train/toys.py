@@ -30,7 +30,7 @@ from omni.convert.lazy import lazies_of
 from omni.errors import UserError
 from tests.guarded import child
 from train.checkpoint import retention, state
-from train.config.run import FitConfig, plain_config
+from train.config.run import FitConfig
 from train.config.sections import (
     BudgetConfig,
     CheckpointConfig,
@@ -48,7 +48,7 @@ from train.distributed.process_group import ProcessGroup, launch, lost_named
 from train.objective.objective import HEADS, Losses
 from train.trainer.build import build_loop, process_group
 from train.trainer.initial_model import apply_lora
-from train.trainer.parts import Callback, HeldOut, Outcome, Parts
+from train.trainer.parts import Callback, Outcome, Parts
 from train.trainer.profiler import NONE
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
@@ -147,7 +147,7 @@ def toy_config(folder: Path | str, **changes: Any) -> FitConfig:
     base: dict[str, Any] = {
         "budget": BudgetConfig(steps=8),
         "model": ModelSection(preset="nano"),
-        "data": DataConfig((SourceConfig("stored", path="toys"),)),
+        "data": DataConfig((SourceConfig("stored", path="toys"),), micro_batches=4),
         "run_folder": str(folder),
         "fabric": FabricConfig(accelerator="cpu", devices=1),
         "optimizer": OptimizerConfig(lr=1e-2),
@@ -165,7 +165,6 @@ def toy_parts(before: Callable[[int], None] = lambda step: None, **changes: Any)
     torch.manual_seed(0)
     parts = Parts(
         objective=ToyObjective(ToyModel()),
-        micro_batches=4,
         steps=lambda shards, start, states: toy_steps(shards, start, states, before),
         targets=toy_targets,
         streams=STREAMS,
@@ -226,10 +225,10 @@ def toy_fit(
     group = process_group(config, fabric)
     parts = parts or toy_parts()
     if config.validation.every_steps is not None and parts.validate is None:
-        parts = replace(parts, held_out=HeldOut(toy_held_out(fabric.global_rank, fabric.world_size)))
+        parts = replace(parts, held_out=toy_held_out(fabric.global_rank, fabric.world_size))
     folder = Path(config.run_folder)
     with lost_named(group):
-        loop = build_loop(config, plain_config(config), parts, fabric, folder, group, callbacks, profile)
+        loop = build_loop(config, parts, fabric, folder, group, callbacks, profile)
         outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
     if loop.average is not None:

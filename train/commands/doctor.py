@@ -55,7 +55,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         from train.trainer.build import prepare, with_alignment
         from train.trainer.preflight import check_start
         from train.trainer.signals import Stop
-        from train.trainer.step import GuardedStep, StepGuard
+        from train.trainer.step import GuardedStep
 
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(
@@ -70,8 +70,7 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
         )
         check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
-        guard = StepGuard(loop.objective, loop.optimizer, loop.parts.idle, seen=1)
-        take = GuardedStep(loop.step, guard, trace=True)
+        take = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.parts.idle, seen=1, trace=True)
         try:
             with Stop() as stop:
                 feed = loop.feed(stop)
@@ -87,4 +86,4 @@ def examine(config: FitConfig, steps: int = STEPS) -> list[Finding]:
     if stop.number:
         name = signal.Signals(stop.number).name
         end_by_signal(stop.number, f"stopped by {name} after step {take.number} of {len(planned)}; nothing is reported")
-    return guard.guard.findings
+    return take.guard.findings

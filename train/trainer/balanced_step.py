@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,38 +26,42 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.utils.arguments import match_names
-from train.balance.balancer import Balancer, BalanceReport, FeatureHook
+from train.balance.balancer import BalanceReport, FeatureHook
 from train.balance.bilevel import build
 from train.balance.config import BalanceConfig
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
+from train.objective.objective import cells as cells_of
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
-from train.trainer.feed import Batch, StepBatches
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
-from train.trainer.parts import Balanced
+from train.trainer.parts import Batch, Parts
+from train.trainer.step import PlainStep, StepBatches
 
 
 @dataclass
 class _StepState:
-    """The current step: its counts, the used share of the budget, the learning rate, and the receiver of each pass's losses."""
+    """The current step. `add` receives the losses of each pass; `before` is the method's state before the step; with `again` it
+    looks at the losses once more after the step."""
 
+    batches: Sequence[Batch]
     denominators: Tensor
     cells: Tensor
     progress: float
     lr: float
     add: Callable[[Losses], None]
+    before: Mapping[str, Tensor] | None = None
+    again: bool = False
 
 
 class Balancing:
     """Balances the tasks of a loop's steps: holds the method with its state, and runs all passes of a step.
 
     Args:
+        parts: of the run, with the names of the balanced tasks and held-out batches.
         module: the objective as Fabric wraps it.
         learning: trainable parameters, by name.
-        tasks, streams: names, in the order of `Losses.sums`.
-        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
         micro_batches: of this process in a step.
         aligned: heads on the encoder are trained.
     """
@@ -64,40 +69,40 @@ class Balancing:
     def __init__(
         self,
         section: BalanceConfig,
-        balanced: Balanced,
+        parts: Parts,
         fabric: Fabric,
         module: Any,
         learning: Sequence[tuple[str, nn.Parameter]],
-        tasks: Sequence[str],
-        streams: Sequence[str],
-        targets: Callable[[Batch], Tensor],
         group: ProcessGroup,
         micro_batches: int,
         aligned: bool,
     ) -> None:
-        self.section, self.balanced, self.fabric, self.module, self.group = section, balanced, fabric, module, group
-        self.targets, self.aligned = targets, aligned
-        self.names = list(streams if section.tasks == "streams" else balanced.names)
-        self.balancer = build(section, self.names)
-        by_stream = section.tasks == "streams"
-        shape = len(tasks), len(streams)
-        self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, tasks, len(streams))
-        names = [name for name, _ in learning]
+        self.parts, self.fabric, self.module, self.group, self.aligned = parts, fabric, module, group, aligned
+        by_stream, shape = section.tasks == "streams", (len(parts.tasks), len(parts.streams))
+        self.balancer: Any = build(section, list(parts.streams if by_stream else parts.balanced or ()))
+        self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, parts.tasks, shape[1])
         chosen = section.separate != BalanceConfig.separate
-        apart = match_names(section.separate, names, "balance.separate", strict=chosen)
+        apart = match_names(section.separate, [name for name, _ in learning], "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
-        self.hook = FeatureHook(self.balancer, group.sum) if section.at == "features" else None
-        self.tally = BalanceTally()
-        self.steps = 0
+        self.tally, self.steps = BalanceTally(), 0
         self.warned: set[str] = set()
-        self.before: Mapping[str, Tensor] | None = None
-        self.after: list[tuple[Batch, TaskLosses]] = []
+        self.now: _StepState | None = None
         self._check(micro_batches)
+
+    @property
+    def names(self) -> list[str]:
+        """The balanced tasks, or streams."""
+        return list(self.balancer.tasks)
+
+    @property
+    def section(self) -> BalanceConfig:
+        return self.balancer.config  # type: ignore[no-any-return]
 
     def _check(self, micro_batches: int) -> None:
         method, at, spec = self.section.method, self.section.at, self.section.spec
-        if at == "features" and not any(p.requires_grad for p in self.balanced.encoder_parameters()):
+        objective: Any = self.parts.objective
+        if at == "features" and not any(p.requires_grad for p in objective.encoder_parameters()):
             raise UserError(
                 f"balance.level is features, but nothing below the features is trainable, so that {method} would change "
                 "nothing; make encoder or projector trainable, or choose level parameters or loss"
@@ -114,7 +119,7 @@ class Balancing:
                 f"balance.method {method} takes one micro-batch a step in each process; make data.micro_batches "
                 f"{self.group.world}"
             )
-        if spec.bilevel and not self.balanced.outer:
+        if spec.bilevel and not self.parts.outer:
             raise UserError(f"balance.method {method} judges by held-out rows, and the run has none")
 
     # --- a step -----------------------------------------------------------------------------------------------------------
@@ -124,12 +129,12 @@ class Balancing:
         `grad` afterwards. `add` receives the losses of each pass; every target is in one of them, and `total` is the plain
         objective."""
         assert step.cells is not None
-        now = _StepState(denominators, step.cells, progress, lr, add)
-        level, bilevel = self.section.at, self.section.spec.bilevel
-        large = level == "parameters" and not bilevel  # a state that holds gradients is not copied
-        self.before = None if large else self.balancer.state_dict()
+        section = self.section
+        self.now = now = _StepState(step.batches, denominators, step.cells, progress, lr, add)
+        if section.at != "parameters" or section.spec.bilevel:  # a state that holds gradients is not copied
+            now.before = self.balancer.state_dict()
         levels = {"loss": self._by_losses, "features": self._by_features, "parameters": self._by_parameters}
-        report = (self._bilevel if bilevel else levels[level])(self.balancer, step.batches, now)
+        report = (self._bilevel if section.spec.bilevel else levels[section.at])(now)
         self.steps += 1
         self.tally.add(report.figures(self.names))
         self._report(report)
@@ -149,18 +154,16 @@ class Balancing:
     def settle(self, left_out: Tensor, progress: float) -> None:
         """Updates the method after the optimizer's step, or restores its state of before where that step was left out (1,
         else 0). At level parameters the state is kept: the gradients were numbers, or the method left their tasks out."""
-        balancer, after, self.after = self.balancer, self.after, []
-        if self.before is not None and bool(left_out):
-            absences = balancer.absences.clone()
-            balancer.load_state_dict(self.before)
-            balancer.absences = absences
-        elif after:
-            assert isinstance(balancer, Balancer)
-            with torch.no_grad(), torch.random.fork_rng(self._devices()):
-                losses = [_own(self.module(batch, self.denominators, progress, task_losses)) for batch, task_losses in after]
+        now, self.now = self.now, None
+        assert now is not None
+        if now.before is not None and bool(left_out):
+            absences = self.balancer.absences.clone()
+            self.balancer.load_state_dict(now.before)
+            self.balancer.absences = absences
+        elif now.again:
+            losses = self._losses_without_graph(now)
             reshard(self.module)
-            balancer.after(torch.stack(losses).sum(0), self.group.sum)
-        self.before = None
+            self.balancer.after(losses, self.group.sum)
 
     def counts(self, cells: Tensor) -> Tensor:
         """Number of targets of each balanced task, and of the rest, [M + 1]."""
@@ -173,12 +176,9 @@ class Balancing:
         loss_class = GraphLosses if graph else TaskLosses
         return loss_class(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
 
-    def _with_rest(self, weights: Tensor) -> Tensor:
-        return torch.cat([weights.float(), torch.ones(1)])
-
     def _pass(self, batch: Batch, task_losses: TaskLosses, now: _StepState, note: bool = True) -> Losses:
         """Runs a forward pass; `note` reports its losses."""
-        losses: Losses = self.module(batch, now.denominators, now.progress, task_losses)
+        losses: Losses = self.module(batch.to(self.fabric.device), now.denominators, now.progress, task_losses)
         if note:
             self._note(losses, now)
         return losses
@@ -199,137 +199,141 @@ class Balancing:
         """A context for the passes of a micro-batch: while `more` follow, processes exchange no gradients."""
         return accumulating(self.fabric, self.module, more)
 
-    def _devices(self) -> list[torch.device]:
-        return [self.fabric.device] if self.fabric.device.type == "cuda" else []
+    def _passes(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, Any]]:
+        """Micro-batches, each with the context of its passes."""
+        return ((batch, self._alone(i + 1 < len(batches))) for i, batch in enumerate(batches))
+
+    def _only(self, task: int) -> Tensor:
+        """Weights [M + 1] of one balanced task alone, or (-1) of the rest."""
+        weights = torch.zeros(len(self.names) + 1)
+        weights[task] = 1
+        return weights
+
+    def _same_noise(self) -> Any:
+        """A context whose random numbers are drawn once more after it."""
+        return torch.random.fork_rng([self.fabric.device] if self.fabric.device.type == "cuda" else [])
+
+    def _losses_without_graph(self, now: _StepState) -> Tensor:
+        """The balanced tasks' losses [M] of the step's batches in this process, which are not reported."""
+        with torch.no_grad(), self._same_noise():
+            losses = [_own(self._pass(batch, self._task_losses(now), now, note=False)) for batch in now.batches]
+        return torch.stack(losses).sum(0)
 
     # --- levels -----------------------------------------------------------------------------------------------------------
 
-    def _by_losses(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
-        counts, device = self.counts(now.cells)[:-1], self.fabric.device
-        if self.section.spec.after is not None and self.section.spec.again(self.section.values):
-            batches = [batch.to(device) for batch in batches]
-            self.after, self.denominators = [(batch, self._task_losses(now)) for batch in batches], now.denominators
+    def _by_losses(self, now: _StepState) -> BalanceReport:
+        balancer, counts, spec = self.balancer, self.counts(now.cells)[:-1], self.section.spec
+        now.again = spec.after is not None and spec.again(self.section.values)
         ahead = balancer.ahead()
-        if ahead is None and len(batches) == 1:
-            losses = self._pass(batches[0].to(device), self._task_losses(now, graph=True), now)
-            report = self._chosen(balancer, _own(losses), counts)
+        if ahead is None and len(now.batches) == 1:
+            losses = self._pass(now.batches[0], self._task_losses(now, graph=True), now)
+            report = self._chosen(_own(losses), counts, now.again)
             self._backward(balancer.total(losses.by_task[:-1], report) + losses.by_task[-1])  # type: ignore[index]
             return report
         chosen: BalanceReport | None = None
         if ahead is None:
-            with torch.no_grad(), torch.random.fork_rng(self._devices()):
-                seen = [_own(self._pass(b.to(device), self._task_losses(now), now, False)) for b in batches]
-            chosen = self._chosen(balancer, torch.stack(seen).sum(0), counts)
+            chosen = self._chosen(self._losses_without_graph(now), counts, now.again)
             ahead = chosen.weights
-        own = torch.zeros(len(self.names), device=device)
-        for i, batch in enumerate(batches):
-            with self._alone(i + 1 < len(batches)):
-                losses = self._pass(batch.to(device), self._task_losses(now, self._with_rest(ahead)), now)
+        own = torch.zeros(len(self.names), device=self.fabric.device)
+        for batch, alone in self._passes(now.batches):
+            with alone:
+                losses = self._pass(batch, self._task_losses(now, _with_rest(ahead)), now)
                 self._backward(losses.total)
             own += _own(losses)
-        return chosen or balancer.weights(own, counts, self.group.sum)
+        return chosen or balancer.weights(own, counts, self.group.sum)  # type: ignore[no-any-return]
 
-    def _chosen(self, balancer: Balancer, losses: Tensor, counts: Tensor) -> BalanceReport:
-        if not self.section.spec.again(self.section.values) and balancer.steps:
-            balancer.after(losses, self.group.sum, counts)
-        return balancer.weights(losses, counts, self.group.sum)
+    def _chosen(self, losses: Tensor, counts: Tensor, again: bool) -> BalanceReport:
+        if self.balancer.steps and not again:
+            self.balancer.after(losses, self.group.sum, counts)
+        return self.balancer.weights(losses, counts, self.group.sum)  # type: ignore[no-any-return]
 
-    def _by_features(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
-        hook = self.hook
-        assert hook is not None
-        hook.counts, hook.scale, hook.report = self.counts(now.cells)[:-1], float(self.group.world), None
+    def _by_features(self, now: _StepState) -> BalanceReport:
+        hook, section = FeatureHook(self.balancer, self.group.sum), self.section
+        hook.counts, hook.scale = self.counts(now.cells)[:-1], float(self.group.world)
         own = torch.zeros(len(self.names), device=self.fabric.device)
-        by_losses = self.section.spec.losses(self.section.values)
-        for i, batch in enumerate(batches):
-            with self._alone(i + 1 < len(batches)):
-                losses = self._pass(batch.to(self.fabric.device), self._task_losses(now, hook=hook), now)
+        by_losses = section.spec.losses(section.values)
+        for i, (batch, alone) in enumerate(self._passes(now.batches)):
+            with alone:
+                losses = self._pass(batch, self._task_losses(now, hook=hook), now)
                 own += _own(losses)
-                hook.last, hook.losses = i + 1 == len(batches), self.group.sum(own) if by_losses else None
+                hook.last, hook.losses = i + 1 == len(now.batches), self.group.sum(own) if by_losses else None
                 self._backward(losses.total)
         assert hook.report is not None
         return hook.report
 
-    def _by_parameters(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
-        parts = balancer.config.spec.parts
-        groups = [batches[i * len(batches) // parts : (i + 1) * len(batches) // parts] for i in range(parts)]
-        steps = [now] if parts == 1 else [self._part(group, now) for group in groups]
+    def _by_parameters(self, now: _StepState) -> BalanceReport:
+        count, size = self.section.spec.parts, len(now.batches) // self.section.spec.parts
+        steps = [now] if count == 1 else [self._part(now, now.batches[i * size : (i + 1) * size]) for i in range(count)]
         counts = torch.stack([self.counts(step.cells)[:-1] for step in steps]).amin(0)
-        gathered, device = [], self.fabric.device
-        for number, (group, step) in enumerate(zip(groups, steps, strict=True)):
-            here = [batch.to(device) for batch in group]
-            passes = [lambda task, b=b, s=step, n=number: self._of_task(task, b, s, n == 0) for b in here]
+        gathered = []
+        for step in steps:
+
+            def of_task(task: int, batch: Batch, step: _StepState = step) -> Tensor:
+                return self._pass(batch, self._task_losses(step, self._only(task)), step, note=step is steps[0]).total
+
+            passes = [partial(of_task, batch=batch.to(self.fabric.device)) for batch in step.batches]
+            present = {"present": counts > 0}
             gathered.append(
-                balancer.gather(passes, self.shared, self.own, self.group.sum, self._backward, self._alone, present=counts > 0)
+                self.balancer.gather(passes, self.shared, self.own, self.group.sum, self._backward, self._alone, **present)
             )
         (rows, rest, losses), others = gathered[0], [table for table, _, _ in gathered[1:]]
-        report = balancer.combine(losses, rows, self.shared, self.own, rest, self.group.sum, counts, others)
-        self._rest(batches, now)
-        return report
+        report = self.balancer.combine(losses, rows, self.shared, self.own, rest, self.group.sum, counts, others)
+        self._rest(now)
+        return report  # type: ignore[no-any-return]
 
-    def _part(self, batches: Sequence[Batch], now: _StepState) -> _StepState:
+    def _part(self, now: _StepState, batches: Sequence[Batch]) -> _StepState:
         """The step with some of its micro-batches only, and their counts."""
-        own = torch.stack(
-            [torch.cat([self.targets(b).double(), self.balanced.cells(b).double().flatten()]) for b in batches]
-        ).sum(0)
-        whole, plain = self.group.sum(own), len(now.denominators)
-        denominators = whole[:plain].to(now.denominators)
-        return _StepState(denominators, whole[plain:].view(now.cells.shape), now.progress, now.lr, now.add)
+        own = [torch.cat([self.parts.targets(b).double(), cells_of(b).double().flatten()]) for b in batches]
+        denominators, cells = self.group.sum(torch.stack(own).sum(0)).split([len(now.denominators), now.cells.numel()])
+        whole = {"denominators": denominators.to(now.denominators), "cells": cells.view(now.cells.shape)}
+        return replace(now, batches=batches, **whole)
 
-    def _of_task(self, task: int, batch: Batch, now: _StepState, note: bool) -> Tensor:
-        weights = torch.zeros(len(self.names) + 1)
-        weights[task] = 1
-        return self._pass(batch, self._task_losses(now, weights), now, note).total
-
-    def _rest(self, batches: Sequence[Batch], now: _StepState, note: bool = True) -> None:
+    def _rest(self, now: _StepState, note: bool = True) -> None:
         """Adds the gradients of losses that belong to no balanced task, if there are any."""
         others = bool(self.counts(now.cells)[-1] > 0)
-        if not others and not self.aligned:
-            return
-        weights = torch.zeros(len(self.names) + 1)
-        weights[-1] = 1
-        for i, batch in enumerate(batches):
-            with self._alone(i + 1 < len(batches)):
-                task_losses = self._task_losses(now, weights, alignment_only=not others)
-                self._backward(self._pass(batch.to(self.fabric.device), task_losses, now, note).total)
+        for batch, alone in self._passes(now.batches if others or self.aligned else ()):
+            with alone:
+                task_losses = self._task_losses(now, self._only(-1), alignment_only=not others)
+                self._backward(self._pass(batch, task_losses, now, note).total)
 
-    def _bilevel(self, balancer: Any, batches: Sequence[Batch], now: _StepState) -> BalanceReport:
-        device, world, rank = self.fabric.device, self.group.world, self.group.rank
-        outers = [self.balanced.outer[(self.steps * world + i) % len(self.balanced.outer)] for i in range(world)]
-        cells = torch.stack([self.balanced.cells(b) for b in outers]).sum(0).double()
-        denominators = torch.stack([self.targets(b) for b in outers]).sum(0).to(now.denominators)
-        other = _StepState(denominators, cells, now.progress, now.lr, now.add)
-        inside, outside = batches[0].to(device), outers[rank].to(device)
+    def _bilevel(self, now: _StepState) -> BalanceReport:
+        balancer, group, outer = self.balancer, self.group, self.parts.outer
+        outers = [outer[(self.steps * group.world + i) % len(outer)] for i in range(group.world)]
+        cells = torch.stack([cells_of(b) for b in outers]).sum(0).double()
+        denominators = torch.stack([self.parts.targets(b) for b in outers]).sum(0).to(now.denominators)
+        other = replace(now, batches=[outers[group.rank]], denominators=denominators, cells=cells)
         both = torch.minimum(self.counts(now.cells), self.counts(cells))[:-1] > 0
         seen: list[Losses] = []
 
-        def losses_of(batch: Batch, step: _StepState) -> Tensor:
-            with torch.random.fork_rng(self._devices()):  # the same noise each time: only parameters differ
-                losses = self._pass(batch, self._task_losses(step, graph=True), step, False)
+        def losses_of(step: _StepState) -> Tensor:
+            with self._same_noise():  # only parameters differ
+                losses = self._pass(step.batches[0], self._task_losses(step, graph=True), step, note=False)
             seen.append(losses)
-            return torch.where(both.to(device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
+            return torch.where(both.to(self.fabric.device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
 
-        report = balancer.update_weights(
-            lambda: losses_of(inside, now), lambda: losses_of(outside, other), [*self.shared, *self.own], now.lr,
-            self.group.sum, self._backward, lambda: reshard(self.module),
+        report: BalanceReport = balancer.update_weights(
+            lambda: losses_of(now), lambda: losses_of(other), [*self.shared, *self.own], now.lr, group.sum, self._backward,
+            lambda: reshard(self.module),
         )  # fmt: skip
-        if not self.section.spec.linear:
-            if bool(both.any()) and bool(report.absent.all()):  # gradients become NaN, so that the step is left out
-                for p in (*self.shared, *self.own):
-                    p.grad = None if p.grad is None else p.grad * torch.nan
-            self._note(seen[0], now)
-            self._rest(batches, now, False)
-        else:
-            self._backward(self._pass(inside, self._task_losses(now, self._with_rest(balancer.ahead())), now).total)
+        if self.section.spec.linear:
+            weights = _with_rest(balancer.ahead())
+            self._backward(self._pass(now.batches[0], self._task_losses(now, weights), now).total)
+            return report
+        if bool(both.any()) and bool(report.absent.all()):  # gradients become NaN, so that the step is left out
+            for p in (*self.shared, *self.own):
+                p.grad = None if p.grad is None else p.grad * torch.nan
+        self._note(seen[0], now)
+        self._rest(now, note=False)
         return report
 
     # --- state ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state of the balance as plain tensors; of sharded gradients, this process's part."""
-        return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": self._checksum()}
+        return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": torch.tensor(self._checksum())}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if int(state["names"]) != int(self._checksum()):
+        if int(state["names"]) != self._checksum():
             raise UserError(
                 f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
                 "with the same, or say --resume restart"
@@ -337,11 +341,39 @@ class Balancing:
         self.steps = int(state["taken"])
         self.balancer.load_state_dict({name: t for name, t in state.items() if name not in ("taken", "names")})
 
-    def _checksum(self) -> Tensor:
-        return torch.tensor(zlib.crc32("\n".join(self.names).encode()))
+    def _checksum(self) -> int:
+        return zlib.crc32("\n".join(self.names).encode())
 
 
 def _own(losses: Losses) -> Tensor:
     """The balanced tasks' losses [M], without graph."""
     assert losses.by_task is not None
     return losses.by_task.detach()[:-1]
+
+
+def _with_rest(weights: Tensor) -> Tensor:
+    """Weights [M + 1]: those of the balanced tasks, and 1 of the rest."""
+    return torch.cat([weights.float(), torch.ones(1)])
+
+
+@dataclass(eq=False)
+class BalancedStep(PlainStep):
+    """Trains on the tasks' losses as a balance method combines them, and plainly before `start`.
+
+    Attributes:
+        start: share of the budget from which tasks are balanced.
+    """
+
+    balance: Balancing
+    start: float
+
+    def gradients(self, step: StepBatches, denominators: Tensor, progress: float) -> None:
+        if progress < self.start:
+            super().gradients(step, denominators, progress)
+            return
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        self.balance.take(step, denominators, progress, lr, self.meter.add)
+
+    def settle(self, left_out: Tensor, progress: float) -> None:
+        if progress >= self.start:
+            self.balance.settle(left_out, progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 from omni.checkpoint.folder import save_folder
 from omni.convert.lazy import LazyTensors, cast, lazies_of
 from omni.errors import UserError
-from omni.files import locked, write_whole
+from omni.files import locked
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.lora.weights import merged_lazies, merged_state
 from omni.tasks import TASKS
@@ -45,22 +45,21 @@ from train.distributed.fabric import (
 from train.distributed.process_group import ProcessGroup, check_shared, launch, lost_named
 from train.distributed.sharding import ParallelDims
 from train.eval.held_out import items_of
-from train.objective.objective import Objective, cells, targets
+from train.objective.objective import Objective, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
-from train.trainer import announce, plots
-from train.trainer.balanced_step import Balancing
-from train.trainer.feed import Feed
+from train.trainer import screen
+from train.trainer.balanced_step import BalancedStep, Balancing
 from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
-from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs
+from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs, LogWriter
 from train.trainer.loop import Loop
-from train.trainer.metrics import StepFlops, StepMetrics
-from train.trainer.observers import Begun, LogWriter, StepHealth, StepLines
-from train.trainer.parts import CALLBACKS, Balanced, Callback, Callbacks, Figures, Outcome, Parts, build_callbacks
+from train.trainer.metrics import StepFlops, StepHealth, StepMetrics
+from train.trainer.parts import CALLBACKS, Callback, Callbacks, Figures, Outcome, Parts
+from train.trainer.plots import pictures
 from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
-from train.trainer.step import BalancedStep, GuardedStep, PlainStep, Step, StepGuard, TimedStep
-from train.trainer.usage import StepTimes, Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
+from train.trainer.step import Feed, GuardedStep, PlainStep, Step, TimedStep
+from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
 from train.trainer.validation import RunValidation, Validator, answering_type, build_held_out, check_metric, outer_batches
 
 MODEL = "model"
@@ -100,9 +99,14 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     check_devices(config.fabric)
     check_packages(config)
     check_workers(config)
-    own = build_callbacks([CALLBACKS[name] for name in config.callbacks], folder)
+    callbacks = list(callbacks)
+    for name in config.callbacks:
+        try:
+            callbacks.append(CALLBACKS[name](folder))
+        except (Exception, SystemExit) as error:
+            raise UserError(f"callback {name} cannot be made: {type(error).__name__}: {error}") from error
     with deterministic(config.fabric.deterministic):
-        return _fit(config, folder, notes, [*callbacks, *own], steps)
+        return _fit(config, folder, notes, callbacks, steps)
 
 
 def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Sequence[Callback], steps: range) -> Outcome | None:
@@ -116,7 +120,7 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             wait = LEFT_SECONDS if restarted(os.environ) else 0.0
             group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
             check_shared(folder, group)
-            say = announce.speaker(config, group.first)
+            say = screen.speaker(config, group.first)
             for note in notes:
                 say(note)
             loop = prepare(config, fabric, folder, group, callbacks, steps)
@@ -130,7 +134,7 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             raise
         if loop is None:
             raise out_of_memory(error, fabric.device) from error
-        step = loop.position.step + 1 if loop.usage.meter.running else None
+        step = loop.position.step + 1 if loop.usage.meter.since is not None else None
         raise out_of_memory(error, fabric.device, loop.usage, loop.checkpointer.saved, step) from error
 
 
@@ -139,22 +143,15 @@ def prepare(
     profile: range = NONE,
 ) -> Loop:  # fmt: skip
     """Build everything a run needs, in every process alike."""
-    say = announce.speaker(config, fabric.global_rank == 0)
-    for line in announce.start_lines(config, fabric, profile):
+    say = screen.speaker(config, fabric.global_rank == 0)
+    for line in screen.start_lines(config, fabric, profile):
         say(line)
-    group = group or process_group(config, fabric)
-    initial = group.together(lambda: build_initial(with_alignment(config).model, config.seed, group.first))
-    say(announce.parameters_line("model", initial.model.parameters()))
-    plain = plain_config(config)
-    parts = group.together(lambda: build_parts(config, initial, fabric, folder, group))
-    loop = build_loop(config, plain, parts, fabric, folder, group, callbacks, profile)
-    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    begun = Begun(lambda: loop.group.run_on_first(lambda: write_whole(folder / retention.CONFIG, text)))
-    if not loop.group.broadcast((folder / retention.CONFIG).exists()):
-        begun.on_steps_end()
-    loop.observers.append(begun)
-    trainable = [p for p in loop.objective.parameters() if p.requires_grad]
-    for line in announce.ready_lines(config, loop.parts, trainable, loop.position, loop.checkpointer.saved):
+    run_group = group or process_group(config, fabric)
+    initial = run_group.together(lambda: build_initial(with_alignment(config).model, config.seed, run_group.first))
+    say(screen.parameters_line("model", initial.model.parameters()))
+    parts = run_group.together(lambda: build_parts(config, initial, fabric, folder, run_group, say))
+    loop = build_loop(config, parts, fabric, folder, run_group, callbacks, profile, lambda: pictures(folder))
+    for line in screen.ready_lines(config, loop.objective, loop.position, loop.checkpointer.saved):
         say(line)
     return loop
 
@@ -167,18 +164,19 @@ def process_group(config: FitConfig, fabric: Fabric) -> ProcessGroup:
 
 def build_loop(
     config: FitConfig,
-    plain: Mapping[str, Any],
     parts: Parts,
     fabric: Fabric,
     folder: Path,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup,
     callbacks: Sequence[Callback] = (),
     profile: range = NONE,
+    draw: Callable[[], dict[str, Path]] | None = None,
 ) -> Loop:
-    """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint.
-    `plain` is the configuration as plain data, to be stored and compared."""
-    group, objective = group or process_group(config, fabric), parts.objective
-    shards = process_shards(parts.micro_batches, group.data_rank, group.data_world)
+    """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint; `draw`
+    refreshes the pictures in the run folder."""
+    objective, plain = parts.objective, plain_config(config)
+    real = objective if isinstance(objective, Objective) else None
+    shards = process_shards(config.data.micro_batches, group.data_rank, group.data_world)
     also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)
     if config.fabric.compile:
         compile_blocks(objective)
@@ -190,15 +188,11 @@ def build_loop(
     average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:
-        if parts.balanced is None:
-            raise UserError("balance is given, but this run's objective does not give its losses by task; leave it out")
-        balance = Balancing(
-            config.balance, parts.balanced, fabric, module, trainable, parts.tasks, parts.streams, parts.targets, group,
-            len(shards), config.objective.by_heads,
-        )  # fmt: skip
+        aligned = config.objective.by_heads
+        balance = Balancing(config.balance, parts, fabric, module, trainable, group, len(shards), aligned)
     peak = (peak_flops(fabric.device) or 0.0) * group.world
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
-    highest = HighestLosses(COUNT if parts.named else 0, folder, group)
+    highest = HighestLosses(COUNT if real is not None else 0, folder, group)
     seed_random((config.seed + 1 + group.data_rank) % 2**63)
     checkpointer = Checkpointer(
         config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
@@ -210,47 +204,47 @@ def build_loop(
     share = checkpointer.used
     most = None if config.budget.expected is None or config.budget.minutes is None else 60 * config.budget.minutes
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds), most)
-    checkpointer.say = progress.say
+    say = checkpointer.say = progress.say
     if checkpointer.saved is None and restarted(os.environ):
-        progress.say("started again before there was a checkpoint: the run starts over")
+        say("started again before there was a checkpoint: the run starts over")
     for line in resumed:
-        progress.say(line)
-    profiler = StepProfiler(profile if group.first else NONE, folder, fabric.device, progress.say)
-    profiler.resume(position.step + 1)
+        say(line)
     calls = Callbacks(callbacks, group)
-    checkpointer.asynchronous &= not calls.saves_are_watched
+    checkpointer.asynchronous &= not any(type(callback).on_save is not Callback.on_save for callback in callbacks)
 
     built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
-    first = objective.align_first if isinstance(objective, Objective) else 0.0
+    first = real.align_first if real is not None else 0.0
     step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
     if config.guard:
-        step = GuardedStep(step, StepGuard(objective, optimizer, parts.idle), position.step, progress.say)
+        step = GuardedStep(step, objective, optimizer, parts.idle, number=position.step, say=say)
+    timed = TimedStep(step, parts.idle, say)
     usage = Usage(objective, optimizer, average, meter, fabric.device, group)
-    timed = TimedStep(step, StepTimes(), usage, parts.idle, progress.say)
-    scaled, on_cpu = bool(fabric.strategy.precision.state_dict()), fabric.device.type == "cpu"
-    health = StepHealth(
-        checkpointer, meter, optimizer, on_cpu=on_cpu, scaled=scaled, first_step=position.step + 1, say=progress.say
-    )
-    counts = DataCounts(folder, group, checkpointer.own_shards, progress.say, parts.broken_limit)
-    tally = None if balance is None else balance.tally
+    scaled = bool(fabric.strategy.precision.state_dict())
+    health = StepHealth(checkpointer, meter, optimizer, fabric.device.type == "cpu", scaled, position.step + 1, say)
+    counts = DataCounts(folder, group, checkpointer.own_shards, say, config.data.broken_limit)
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    writer = LogWriter(logs, group, checkpointer, balance.tally if balance is not None else None, say, text, draw)
+    if not group.broadcast((folder / retention.CONFIG).exists()):
+        writer.on_steps_end()
     observers = [
         timed,
         calls,
-        profiler,
+        StepProfiler(profile if group.first else NONE, position.step + 1, folder, fabric.device, say),
         meter,
         highest,
         health,
         counts,
         usage,
-        StepLines(config, checkpointer, meter, optimizer, usage.idle, progress),
-        LogWriter(logs, group, checkpointer, tally, parts.draw, progress.say),
+        screen.StepLines(config, checkpointer, meter, optimizer, usage.idle, progress),
+        writer,
     ]
+    flops = StepFlops(real.model, config.objective) if real is not None else None
+    tasks = len(parts.tasks) if balance is not None else 0
 
     def feed(stop: Stop) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
-        counted = (0, None) if balance is None else (len(parts.tasks), balance.balanced.cells)
-        return Feed(batches, parts.targets, parts.flops, checkpointer.clock, len(parts.streams), group, stop, *counted)
+        return Feed(batches, parts.targets, flops, checkpointer.clock, len(parts.streams), group, stop, tasks)
 
     answering = fabric.device if config.lora is None else "cpu"  # adapters are merged into copies
     validation = RunValidation(config, parts, checkpointer, observers, module, average, fabric.device, answering, group)
@@ -260,8 +254,11 @@ def build_loop(
     return Loop(config, group, optimizer, feed, timed, validation, checkpointer, observers, usage, health, counts, progress)
 
 
-def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None) -> Parts:
-    """Builds the parts of a run: model, objective, data, validation and export."""
+def build_parts(
+    config: FitConfig, initial: Initial, fabric: Fabric, folder: Path, group: ProcessGroup | None = None,
+    say: screen.Say = lambda line: None,
+) -> Parts:  # fmt: skip
+    """Builds the parts of a run: model, objective, data, validation and export; says what its data are."""
     model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
     teacher = teacher_of(config, model, initial.padded)
     taught = teacher_checksum(model.encoder, group) if teacher is not None else None
@@ -305,42 +302,36 @@ def build_parts(config: FitConfig, initial: Initial, fabric: Fabric, folder: Pat
 
     held_out = build_held_out(held_out_rows, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
     check_metric(config, held_out)
+    mixture = pipeline.mixture
+    for line in screen.data_lines([(source.name, source.size) for source in mixture.sources], mixture.total, held_out):
+        say(line)
     objective = Objective(model, config.objective, teacher)
     objective.compiled = config.fabric.compile
-    sizes = enumerate(source.size for source in pipeline.mixture.sources)
-    fixed = {f"the number of rows of data.sources[{i}]": size for i, size in sizes if size is not None}
-    for i, windows in pipeline.mixture.windows.items():
+    fixed = {f"the number of rows of data.sources[{i}]": source.size for i, source in enumerate(mixture.sources)}
+    for i, windows in mixture.windows.items():
         fixed[f"the number of pieces that data.sources[{i}] is read in"] = windows.pieces
     for i, stream in pipeline.mixture.streams.items():
         fixed[f"the number of shards of data.sources[{i}]"] = len(stream.shards)
-    if base is not None:
-        fixed["the checksum of the weights below the adapters"] = base
-    if taught is not None:
-        fixed["the checksum of the encoder that is the teacher"] = taught
-    balanced = None
+    fixed["the checksum of the weights below the adapters"] = base
+    fixed["the checksum of the encoder that is the teacher"] = taught
+    names: Sequence[str] | None = None
+    outer: Sequence[Batch] = ()
     if config.balance is not None:
         names = balanced_tasks(config.balance, config.data)
         outer = outer_batches(config, names, pipeline.maker) if config.balance.spec.bilevel else ()
-        balanced = Balanced(names, cells, objective.encoder_parameters, outer)
     return Parts(
         objective=objective,
-        micro_batches=config.data.micro_batches,
         steps=steps,
         targets=targets,
         streams=model.layout.names,
         tasks=tuple(TASKS),
         idle=objective.idle,
-        balanced=balanced,
-        flops=StepFlops(model, config.objective),
-        rows=fixed,
-        held_out=held_out,
+        balanced=names,
+        outer=outer,
+        rows={name: number for name, number in fixed.items() if number is not None},
+        held_out=held_out.batches,
         validate=validate if validator is not None else None,
         export=export,
-        draw=lambda: plots.pictures(folder),
-        broken_limit=config.data.broken_limit,
-        named=True,
-        sources=[(source.name, source.size) for source in pipeline.mixture.sources],
-        draws=pipeline.mixture.total,
     )
 
 

@@ -8,10 +8,10 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,16 +21,22 @@ from torch import Tensor
 
 from omni.errors import UserError
 from omni.files import replacing, write_whole
+from train.checkpoint.checkpointer import Checkpointer
+from train.checkpoint.retention import CONFIG
+from train.console.progress import figures_line
 from train.data.batching.batch import Batch
 from train.data.batching.packer import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
 from train.objective.task_losses import ExampleLosses
-from train.trainer.parts import Figures, Observer
+from train.trainer.metrics import BalanceTally
+from train.trainer.parts import Figures, Observer, Outcome
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
 """Kinds of the balance's figures; the names of tasks follow: `weight/A1T1`."""
+SHOWN_LOSSES = ("loss/text", "loss/audio", "loss/distill")
+"""Parts of a held-out loss that the screen shows."""
 
 
 class CsvTable:
@@ -56,11 +62,8 @@ class CsvTable:
             self.columns.sort(key=self._place)
             self._rewrite([*read_table(self.path), row])
             return
-        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(handle, self._line(row).encode())  # one call, so that a row is whole or missing
-        finally:
-            os.close(handle)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(self._line(row).encode())  # one call, so that a row is whole or missing
 
     def _place(self, column: str) -> int:
         prefix = column.partition("/")[0]
@@ -129,6 +132,65 @@ class Logs:
         self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+@dataclass
+class LogWriter(Observer):
+    """Writes rows, validations and pictures to the run's logs, and its configuration, once a step of this start is done or none
+    is left, to its folder.
+
+    Attributes:
+        logs: None in all processes but the first.
+        config: as YAML; None once it is written.
+        tally: of the balance of the tasks, where there is one.
+        draw: refreshes the pictures in the run folder; names and files.
+    """
+
+    logs: Logs | None
+    group: ProcessGroup
+    checkpointer: Checkpointer
+    tally: BalanceTally | None
+    say: Callable[[str], None]
+    config: str | None = None
+    draw: Callable[[], dict[str, Path]] | None = None
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        self.on_steps_end()
+
+    def on_steps_end(self) -> None:
+        if self.config is not None:
+            file, text, self.config = self.checkpointer.folder / CONFIG, self.config, None
+            self.group.run_on_first(lambda: write_whole(file, text))
+
+    def on_log(self, step: int, figures: Figures) -> None:
+        balance = self.tally.figures() if self.tally is not None else {}
+        if self.logs is not None:
+            self.logs.write(METRICS, step, figures)
+            if balance:
+                self.logs.write(BALANCE, step, balance)
+
+    def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
+        def work() -> None:
+            if self.logs is not None:
+                self.logs.write(VALIDATION, step, {**figures, "seconds": self.checkpointer.position.seconds})
+            shown = {k: v for k, v in figures.items() if not k.startswith("loss/") or k in SHOWN_LOSSES}
+            self.say(f"validation at step {step}: {figures_line(shown)}")
+            self._draw(step)
+
+        self.group.run_on_first(work)
+
+    def on_end(self, outcome: Outcome) -> None:
+        if not outcome.signal:
+            self.group.run_on_first(lambda: self._draw(outcome.step))
+
+    def _draw(self, step: int) -> None:
+        if self.draw is not None and self.logs is not None:
+            for name, file in self.draw().items():
+                self.logs.image(name, file, step)
+
+    def close(self) -> None:
+        if self.logs is not None:
+            self.logs.close()
 
 
 class DataCounts(Observer):
@@ -228,7 +290,7 @@ class HighestLosses(Observer):
     """The `count` examples with the highest mean loss per target of the last `WINDOW` steps, over all processes; `step` is
     the one that is taken.
 
-    A row that several steps had is one of them once for each task, as it was last. Losses stay on the device until `write`.
+    A row that several steps had is one of them once for each task, as it was last. Losses stay on the device until a row.
     """
 
     def __init__(self, count: int, folder: Path, group: ProcessGroup) -> None:
@@ -241,9 +303,6 @@ class HighestLosses(Observer):
     def on_step_begin(self, step: int) -> None:
         self.step = step
 
-    def on_log(self, step: int, figures: Figures) -> None:
-        self.write()
-
     def add(self, losses: Losses, batch: Batch) -> None:
         """Adds the examples of a micro-batch; none where the objective gave no losses by example."""
         if losses.by_example is not None:
@@ -251,13 +310,12 @@ class HighestLosses(Observer):
             while self._waiting[0][0] <= self.step - WINDOW:
                 self._waiting.popleft()
 
-    def write(self) -> None:
-        """Writes the file, in the first process. Waits for the device; all processes must call it."""
+    def on_log(self, step: int, figures: Figures) -> None:
+        """Writes the file, in the first process. Waits for the device."""
         if not self.count:
             return
-        own = self._highest()
+        new = [example for of in self.group.gather(self._highest()) for example in of]
         self._waiting.clear()
-        new = [example for of in self.group.gather(own) for example in of]
         for example in sorted(new, key=lambda example: example.step):
             self.named[example.row, example.task] = example
         self.named = {key: example for key, example in self.named.items() if example.step > self.step - WINDOW}
@@ -266,7 +324,7 @@ class HighestLosses(Observer):
                 part.write_text("".join(f"{example.line()}\n" for example in nlargest(self.count, self.named.values())))
 
     def _highest(self) -> list[NamedLoss]:
-        """The highest of this process since the last `write`."""
+        """The highest of this process since the last row."""
         if not self._waiting:
             return []
         sums, counts = torch.cat([values for _, values, _ in self._waiting], dim=1)
@@ -274,5 +332,5 @@ class HighestLosses(Observer):
         top = means.topk(min(self.count, len(means)))
         columns = torch.stack([x.double() for x in (top.values, counts[top.indices], top.indices)]).tolist()
         names = [(*name, step) for step, _, names in self._waiting for name in names]
-        each = [(loss, round(targets), names[round(at)]) for loss, targets, at in zip(*columns, strict=True) if targets]
-        return [NamedLoss(loss, row, task, targets, step) for loss, targets, (row, task, step) in each]
+        named = [(loss, round(targets), *names[round(at)]) for loss, targets, at in zip(*columns, strict=True) if targets]
+        return [NamedLoss(loss, row, task, targets, step) for loss, targets, row, task, step in named]

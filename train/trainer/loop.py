@@ -19,13 +19,12 @@ from train.data.batching.packer import update_states
 from train.distributed.process_group import ProcessGroup, is_lost
 from train.optim.optimizer import Average, Optimizers, set_learning_rate
 from train.optim.schedule import learning_rate
-from train.trainer.announce import end_lines, lost_line
-from train.trainer.feed import Feed, StepBatches
 from train.trainer.logs import DataCounts
-from train.trainer.observers import StepHealth
+from train.trainer.metrics import StepHealth
 from train.trainer.parts import Figures, Observer, Outcome, Parts
+from train.trainer.screen import end_lines, lost_line
 from train.trainer.signals import Stop
-from train.trainer.step import Step
+from train.trainer.step import Feed, Step, StepBatches
 from train.trainer.usage import Usage
 from train.trainer.validation import RunValidation
 
@@ -136,6 +135,7 @@ class Loop:
     def _fetch(self, feed: Feed) -> StepBatches:
         with self._saved_if_refused(), self.usage.idle:
             step = feed.next()
+        self.usage.waited += step.waited
         self.position.seconds = step.seconds
         return step
 

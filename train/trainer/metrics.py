@@ -1,10 +1,15 @@
-"""Sums the figures of training steps over micro-batches, steps and processes until the next row of the log, and counts FLOPs,
-the numerator of MFU (`omni.utils.hardware` has the denominator)."""
+"""Sums the figures of training steps over micro-batches, steps and processes until the next row of the log, refuses to go on
+where they are not finite, and counts FLOPs, the numerator of MFU (`omni.utils.hardware` has the denominator).
+
+Dimensions: T tasks, K streams.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,29 +17,58 @@ from torch import Tensor
 
 from omni.model.linears import numels
 from omni.model.speech_model import SpeechModel
+from train.checkpoint.checkpointer import Checkpointer
+from train.console.progress import counted
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses
-from train.trainer.parts import Observer
+from train.optim.optimizer import Optimizers
+from train.trainer.parts import Figures, Observer
 
 if TYPE_CHECKING:
     from train.data.batching.batch import Batch
     from train.objective.config import ObjectiveConfig
 
+GIVE_UP = 10
+"""Consecutive steps that may be left out because their gradients are not finite."""
+FIXED, LAST = 5, 4
+"""Entries of `loss_sums` before those of tasks and streams: the objective, steps, alignment loss and count, steps left out; and
+after them: loss and labels of the turn head, loss and frames of the distillation."""
+
+
+def loss_sums(losses: Losses) -> Tensor:
+    """The losses of a micro-batch and their counts as one vector [FIXED + 2 T K + LAST], with 0 steps."""
+    none = torch.zeros((), device=losses.sums.device)
+    fixed = losses.total.detach(), none, losses.ctc_sum, losses.ctc_count, none
+    last = losses.turn_sum, losses.turn_count, losses.distill_sum, losses.distill_count
+    first, heads = (torch.stack([none if x is None else x.detach().to(none) for x in part]) for part in (fixed, last))
+    return torch.cat([first, losses.sums.flatten(), losses.counts.flatten(), heads])
+
+
+def mean_losses(values: Tensor, tasks: Sequence[str], streams: Sequence[str]) -> dict[str, float]:
+    """Losses per target of a sum of `loss_sums`: of every stream, the audio streams together (`loss/audio`), every task and the
+    heads on the encoder; those without a target are left out."""
+    sums, counts = values[FIXED:-LAST].view(2, len(tasks), len(streams))
+    audio = [k for k, name in enumerate(streams) if name != "text"]
+    columns = {**{name: [k] for k, name in enumerate(streams)}, "audio": audio}
+    parts = {name: (sums[:, own].sum(), counts[:, own].sum()) for name, own in columns.items()}
+    parts |= {name: (sums[t].sum(), counts[t].sum()) for t, name in enumerate(tasks)}
+    parts |= {"alignment": (values[2], values[3]), "turn": (values[-4], values[-3]), "distill": (values[-2], values[-1])}
+    return {f"loss/{name}": float(total / n) for name, (total, n) in parts.items() if n > 0}
+
 
 class StepMetrics(Observer):
-    """Sums of losses and counts, kept on the device so that no step waits for it. Dimensions: T tasks, K streams.
+    """Sums of losses and counts, kept on the device so that no step waits for it, and the work and time of the steps.
 
     Attributes:
         peak: FLOP/s that all devices can do, for `mfu`; None where it is not known.
+        values: of `loss_sums`, since the last row.
+        work: time steps, FLOPs and seconds of training, since the last row.
+        shown: values and work at the last `look`.
+        measured: seconds of training of the last `figures`.
+        since: when the training went on last; None where it rests (between steps, for validation and saving).
         norm: of the last step's gradients.
         skipped_in_a_row, skipped: steps left out one after another up to the last, and since the start of this process.
-        measured: seconds of training of the last `figures`.
     """
-
-    FIXED = 5
-    """Leading entries of the sums: the objective, steps, the alignment loss and its count, and steps left out."""
-    LAST = 4
-    """Last entries: loss and labels of the turn head, loss and frames of the distillation."""
 
     def __init__(
         self,
@@ -45,22 +79,16 @@ class StepMetrics(Observer):
         peak: float | None = None,
     ) -> None:
         self.tasks, self.streams, self.group, self.peak = tuple(tasks), tuple(streams), group, peak
-        self.cells = len(self.tasks) * len(self.streams)
-        self.values = torch.zeros(self.FIXED + 2 * self.cells + self.LAST, device=device)
-        self.positions = 0.0
-        self.flops = 0.0
-        self.seconds = self.measured = 0.0
+        self.values = torch.zeros(FIXED + 2 * len(tasks) * len(streams) + LAST, device=device)
+        self.work = torch.zeros(3, dtype=torch.float64)
+        self.shown: tuple[Tensor, Tensor] | None = None
+        self.measured = 0.0
+        self.since: float | None = None
         self.norm = self.skipped_in_a_row = self.skipped = torch.zeros((), device=device)
-        self._running_since: float | None = None
-        self._shown: tuple[Tensor, float, float, float] | None = None  # sums, positions, FLOPs and seconds at the last look
 
     def add(self, losses: Losses) -> None:
         """Adds one micro-batch's losses ([T, K] sums and counts)."""
-        none = losses.total.new_zeros(())
-        fixed = torch.stack([losses.total.detach(), none, losses.ctc_sum.to(none), losses.ctc_count.to(none), none])
-        others = losses.turn_sum, losses.turn_count, losses.distill_sum, losses.distill_count
-        last = torch.stack([none if x is None else x.to(none) for x in others])
-        self.values += torch.cat([fixed, losses.sums.flatten(), losses.counts.flatten(), last]).to(self.values)
+        self.values += loss_sums(losses).to(self.values)
 
     def step(self, positions: float, flops: float, skipped: Tensor, norm: Tensor) -> None:
         """Counts an optimizer step, left out where `skipped` is 1 and not 0, with its gradients' norm; positions and FLOPs
@@ -69,36 +97,23 @@ class StepMetrics(Observer):
         self.skipped = self.skipped + skipped
         self.values[1] += 1.0 / self.group.data_world
         self.values[4] += skipped / self.group.data_world
-        self.positions += positions
-        self.flops += flops
-
-    def start(self) -> None:
-        """Starts the clock of training, which runs until `pause` (for validation and saving)."""
-        if self._running_since is None:
-            self._running_since = time.perf_counter()
-
-    @property
-    def running(self) -> bool:
-        """True from `start` to `pause`."""
-        return self._running_since is not None
-
-    def pause(self) -> None:
-        if self._running_since is not None:
-            self.seconds += time.perf_counter() - self._running_since
-            self._running_since = None
+        self.work = self.work + torch.tensor([positions, flops, 0.0], dtype=torch.float64)
 
     def on_step_begin(self, step: int) -> None:
-        self.start()
+        self.since = time.perf_counter()
 
-    def on_log(self, step: int, figures: dict[str, float]) -> None:
+    def on_log(self, step: int, figures: Figures) -> None:
         figures.update(self.figures())
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
-        self.pause()
+        self._count_time()
+        self.since = None
 
-    def total(self) -> Tensor:
-        """The sums over all processes, on the CPU; all processes must call it."""
-        return self.group.sum(self.values)
+    def _count_time(self) -> None:
+        if self.since is not None:
+            now = time.perf_counter()
+            self.work = self.work + torch.tensor([0.0, 0.0, now - self.since], dtype=torch.float64)
+            self.since = now
 
     def state(self) -> list[list[float]]:
         """The sums of every process as plain data, those of a tensor-parallel group once, for a checkpoint; all processes must
@@ -117,45 +132,33 @@ class StepMetrics(Observer):
             self.values += torch.tensor(state[self.group.data_rank]).to(self.values)
         elif self.group.data_rank == 0:
             self.values += total.to(self.values)
-        self._shown = (total, 0.0, 0.0, 0.0)
+        self.shown = total, torch.zeros(3, dtype=torch.float64)
 
     def figures(self) -> dict[str, float]:
         """Mean losses and speed since the last call; all processes must call it. Streams and tasks without a target are
         left out."""
-        values = self.total()  # waits for the device, so it comes before the clock is read
-        self.pause()
-        out = self._figures(values, self.positions, self.flops, self.seconds)
+        values = self.group.sum(self.values)  # waits for the device, so it comes before the clock is read
+        self._count_time()
+        work, self.work = self.work, torch.zeros_like(self.work)
         self.values.zero_()
-        self.measured = self.seconds
-        self.positions = self.flops = self.seconds = 0.0
-        self._shown = None
-        self.start()
-        return out
+        self.shown, self.measured = None, float(work[2])
+        return self._figures(values, work)
 
     def look(self) -> dict[str, float]:
         """The figures since the last look, `figures` or `restore`, for the screen alone: nothing is taken from the next
         `figures`. All processes must call it."""
-        values = self.total()
-        self.pause()
-        now = (values, self.positions, self.flops, self.seconds)
-        sums, positions, flops, seconds = self._shown or (torch.zeros_like(values), 0.0, 0.0, 0.0)
-        self._shown = now
-        self.start()
-        return self._figures(values - sums, now[1] - positions, now[2] - flops, now[3] - seconds)
+        values = self.group.sum(self.values)
+        self._count_time()
+        before, done = self.shown or (torch.zeros_like(values), torch.zeros_like(self.work))
+        self.shown = values, self.work
+        return self._figures(values - before, self.work - done)
 
-    def _figures(self, values: Tensor, positions: float, flops: float, seconds: float) -> dict[str, float]:
+    def _figures(self, values: Tensor, work: Tensor) -> dict[str, float]:
         steps = max(1.0, round(float(values[1]), 3))
-        out = {"loss": float(values[0]) / steps}
-        sums, counts = values[self.FIXED : -self.LAST].view(2, len(self.tasks), len(self.streams))
-        out.update(means(sums, counts, self.tasks, self.streams))
-        if values[3] > 0:
-            out["loss/alignment"] = float(values[2] / values[3])
-        if values[-3] > 0:
-            out["loss/turn"] = float(values[-4] / values[-3])
-        if values[-1] > 0:
-            out["loss/distill"] = float(values[-2] / values[-1])
+        out = {"loss": float(values[0]) / steps, **mean_losses(values, self.tasks, self.streams)}
         if values[4] > 0:
             out["steps_skipped"] = round(float(values[4]))
+        positions, flops, seconds = work.tolist()
         if seconds > 0:
             out["tokens_per_second"] = positions / seconds
             if flops and self.peak:
@@ -163,14 +166,63 @@ class StepMetrics(Observer):
         return out
 
 
-def means(sums: Tensor, counts: Tensor, tasks: Sequence[str], streams: Sequence[str]) -> dict[str, float]:
-    """Losses per target from sums and counts [T, K]: of every stream, of the audio streams together (`loss/audio`) and of every
-    task; those without a target are left out."""
-    audio = [k for k, name in enumerate(streams) if name != "text"]
-    by_stream = [(name, sums[:, k].sum(), counts[:, k].sum()) for k, name in enumerate(streams)]
-    by_task = [(name, sums[t].sum(), counts[t].sum()) for t, name in enumerate(tasks)]
-    together = ("audio", sums[:, audio].sum(), counts[:, audio].sum())
-    return {f"loss/{name}": float(s / n) for name, s, n in [*by_stream, together, *by_task] if n > 0}
+def base_rate(optimizer: Optimizers) -> float:
+    """The largest learning rate of any parameter, now."""
+    return float(max(group["lr"] for group in optimizer.param_groups))
+
+
+@dataclass
+class StepHealth(Observer):
+    """Adds learning rate, time and the gradients' norm to the log; says which steps are left out, and refuses to go on
+    (UserError) where losses are not finite, or the gradients of `GIVE_UP` steps one after another.
+
+    Attributes:
+        on_cpu: elsewhere the steps that were left out are asked for at rows of the log only.
+        scaled: 16-mixed finds its scale by steps that fail, which are neither counted nor said.
+        first_step: of this start.
+        said_from: how many steps are left out when that is said again.
+    """
+
+    checkpointer: Checkpointer
+    meter: StepMetrics
+    optimizer: Optimizers
+    on_cpu: bool
+    scaled: bool
+    first_step: int
+    say: Callable[[str], None]
+    said_from: int = 1
+
+    def on_log(self, step: int, figures: Figures) -> None:
+        self._say_skipped(step)
+        self.checkpointer.check_finite("loss", figures["loss"])
+        norm = float(self.meter.norm)
+        if not self.scaled and self.meter.skipped_in_a_row >= GIVE_UP:
+            self.checkpointer.check_finite(f"gradients' norm of {GIVE_UP} steps one after another", norm)
+        position = self.checkpointer.position
+        figures.update(lr=base_rate(self.optimizer), seconds=position.seconds, gradient_norm=norm)
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        if not figures and self.on_cpu:
+            self._say_skipped(step)
+
+    def _say_skipped(self, step: int) -> None:
+        """Says that steps are left out: at the first, and when they are twice as many."""
+        skipped = 0 if self.scaled else round(float(self.meter.skipped))
+        if skipped < self.said_from:
+            return
+        self.said_from = 2 * skipped
+        number = "" if skipped == 1 else f" ({skipped} steps so far)"
+        self.say(
+            f"step {step}: left out, because its gradients are not finite{number}; {GIVE_UP} one after another end the run"
+            if float(self.meter.skipped_in_a_row)
+            else f"step {step}: {counted(skipped, 'step')} left out so far: gradients not finite"
+        )
+
+    def check_any(self) -> None:
+        """Refuses (UserError) to finish a run whose start has left out all of its steps."""
+        steps = self.checkpointer.position.step - self.first_step + 1
+        if steps and not self.scaled and int(self.meter.skipped_in_a_row) >= steps:
+            self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
 
 
 class BalanceTally:

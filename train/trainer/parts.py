@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from omni.errors import UserError, closest
 from omni.plugins import Registry
 from train.distributed.process_group import ProcessGroup
-from train.trainer.feed import Batch
 
+Batch = Any
 Figures = dict[str, float]
 
 
@@ -57,39 +57,6 @@ class Observer:
         """Called at last, also where an error has ended the run."""
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """The batches that a held-out loss is measured on.
-
-    Attributes:
-        batches: of this process; equally many in every process.
-        rows, examples: over all processes.
-        broken: why rows were left out, by their names.
-    """
-
-    batches: Sequence[Any] = ()
-    rows: int = 0
-    examples: int = 0
-    broken: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Balanced:
-    """A run's inputs to the balance of its tasks.
-
-    Attributes:
-        names: of the balanced tasks, or the streams.
-        cells: number of targets of a batch by task and stream, [T, K] (on the CPU).
-        listening: parameters below the features, for level `features`.
-        outer: held-out batches, for the methods of two levels; each step takes the next one for each process.
-    """
-
-    names: Sequence[str]
-    cells: Callable[[Batch], Tensor]
-    encoder_parameters: Callable[[], Sequence[nn.Parameter]] = list
-    outer: Sequence[Batch] = ()
-
-
 @dataclass
 class Parts:
     """The parts of a run: its objective, data, validation and export.
@@ -97,44 +64,34 @@ class Parts:
     Attributes:
         objective: module with `forward(batch, denominators, progress) -> Losses`; its `model` is validated and exported.
         steps: from this process's shards, the first step and the shards' states: the micro-batches of each step, without end.
-        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS]; `flops`, with these, its
-            FLOPs.
+        targets: number of targets of a batch by stream, and of heads on the encoder, [K + HEADS].
         streams, tasks: names, in the order of `Losses.sums`.
         idle: parameters that are not trained at that share of the budget.
-        balanced: what the balance of the tasks needs, where the configuration has one.
+        balanced: names of the balanced tasks, where there are some; `outer`: held-out batches, for the methods of two levels;
+            each step takes the next one for each process.
         rows: sizes of the stored sources, and the checksum of the weights below adapters, by their names in messages: a run
             resumes with the same ones only.
-        held_out: the batches that a validation measures the loss on.
+        held_out: the batches that a validation measures the loss on, equally many in every process.
         validate: figures of the model with these weights after so many steps; they may be those in training: only read them.
-        export: writes the finished model, whose weights are gathered as they are read, and says where it is.
-        draw: refreshes the pictures in the run folder; names and files. These three are called in the first process only.
-        broken_limit: share of a source's rows for a task that may be broken.
-        named: batches have the names of their examples, and the objective takes `ExampleLosses` as a last argument.
-        sources, draws: names and sizes, None for rows made without end; draws of rows in all, None for any number.
+        export: writes the finished model, whose weights are gathered as they are read, and says where it is. These two are
+            called in the first process only.
     """
 
     objective: nn.Module
-    micro_batches: int
     steps: Callable[[range, int, Mapping[str, Any]], Iterator[Sequence[Batch]]]
     targets: Callable[[Batch], Tensor]
     streams: Sequence[str]
     tasks: Sequence[str]
     idle: Callable[[float], Iterable[nn.Parameter]] = lambda progress: ()
-    balanced: Balanced | None = None
-    flops: Callable[[Batch, Tensor], float] | None = None
+    balanced: Sequence[str] | None = None
+    outer: Sequence[Batch] = ()
     rows: Mapping[str, int] = field(default_factory=dict)
-    held_out: HeldOut = field(default_factory=HeldOut)
+    held_out: Sequence[Batch] = ()
     validate: Callable[[dict[str, Tensor], int], Figures] | None = None
     export: Callable[[Mapping[str, Tensor]], Path] | None = None
-    draw: Callable[[], dict[str, Path]] | None = None
-    broken_limit: float = 1.0
-    named: bool = False
-    sources: Sequence[tuple[str, int | None]] = ()
-    draws: int | None = None
 
 
-Event = Literal["on_step", "on_validation", "on_save", "on_end"]
-EVENTS = get_args(Event)
+EVENTS = ("on_step", "on_validation", "on_save", "on_end")
 
 
 class Callback(Observer):
@@ -177,17 +134,6 @@ def register_callback(name: str) -> Callable[[CallbackClass], CallbackClass]:
     return register
 
 
-def build_callbacks(callback_classes: Sequence[type[Callback]], folder: Path) -> list[Callback]:
-    """The callbacks of a run in a folder; UserError, naming it, where one cannot be made."""
-    made = []
-    for callback_class in callback_classes:
-        try:
-            made.append(callback_class(folder))
-        except (Exception, SystemExit) as error:
-            raise UserError(f"callback {callback_class.name} cannot be made: {type(error).__name__}: {error}") from error
-    return made
-
-
 class Callbacks(Observer):
     """Calls the callbacks of a run in order, in its first process.
 
@@ -196,34 +142,32 @@ class Callbacks(Observer):
 
     def __init__(self, callbacks: Sequence[Callback], group: ProcessGroup) -> None:
         self.callbacks, self.group = callbacks if group.first else (), group
-        self.saves_are_watched = any(type(callback).on_save is not Callback.on_save for callback in callbacks)
         self.failure: UserError | None = None
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
-        self.call("on_step", step, figures)
+        self._call("on_step", lambda callback: callback.on_step(step, figures))
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
-        self.call("on_validation", step, figures)
+        self._call("on_validation", lambda callback: callback.on_validation(step, figures))
 
     def on_save(self, step: int, checkpoint: Path) -> None:
-        self.call("on_save", step, checkpoint)
+        self._call("on_save", lambda callback: callback.on_save(step, checkpoint))
 
     def on_end(self, outcome: Outcome) -> None:
         """Raises a callback's failure in all processes."""
-        self.call("on_end", outcome)
+        self._call("on_end", lambda callback: callback.on_end(outcome))
         self.group.raise_if_any_failed(self.failure)
 
-    def call(self, event: Event, *args: Any) -> None:
-        """Calls a method of each; none after one has failed."""
-        for callback in self.callbacks:
-            if self.failure is not None:
-                return
+    def _call(self, event: str, call: Callable[[Callback], None]) -> None:
+        """Calls each; none after one has failed."""
+        for callback in self.callbacks if self.failure is None else ():
             try:
-                getattr(callback, event)(*args)
+                call(callback)
             except (Exception, SystemExit) as error:
                 name = callback.name or type(callback).__name__
                 self.failure = UserError(f"callback {name}: {event} failed with {type(error).__name__}: {error}")
                 self.failure.__cause__ = error
+                return
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches of steps; a callback's failure is raised in place of the next."""

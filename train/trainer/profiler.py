@@ -6,8 +6,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +40,24 @@ def step_range(text: str, budget: BudgetConfig) -> range:
 
 
 class StepProfiler(Observer):
-    """Profiles the steps of a range (counted from 1), in the first process.
-    `trace` and `table` are the files that it has left, named after the steps in them."""
+    """Profiles the steps of a range (counted from 1), in the first process, and leaves a trace and a table of them, named after
+    the steps.
 
-    def __init__(self, steps: range, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
-        self.steps, self.device, self.say = steps, device, say
-        self.folder = folder
-        self.trace, self.table = files_of(steps, folder)
+    Args:
+        first: this start's first step.
+        folder: of the run.
+    """
+
+    def __init__(self, steps: range, first: int, folder: Path, device: torch.device, say: Callable[[str], None]) -> None:
+        left = range(max(first, steps.start), steps.stop)
+        if len(left) < len(steps):
+            message = f"only {named_steps(left)} can be profiled" if left else f"{named_steps(steps)} cannot be profiled"
+            say(f"this start begins at step {first}: {message}")
+        self.steps, self.folder, self.device, self.say = left, folder / FOLDER, device, say
         self.taken: list[int] = []
         self.profile: Any = None
         self.label: Any = None
-
-    def resume(self, first: int) -> None:
-        """Says which of the steps lie before this start of the run, whose first step has this number."""
-        left = range(max(first, self.steps.start), self.steps.stop)
-        if len(left) < len(self.steps):
-            message = f"only {named_steps(left)} can be profiled" if left else f"{named_steps(self.steps)} cannot be profiled"
-            self.say(f"this start begins at step {first}: {message}")
-        self.steps = left
+        self.since = self.seconds = 0.0
 
     def on_step_begin(self, step: int) -> None:
         """Starts the profile where this is the first of its steps."""
@@ -76,39 +74,33 @@ class StepProfiler(Observer):
         self.label.__enter__()
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Writes the files where this was the last step."""
-        if self.profile is None:
-            return
-        self._unlabel()
-        self.taken.append(step)
-        if step == self.steps[-1]:
-            self.on_steps_end()
-
-    def close(self) -> None:
-        self.stop()
+        if self.profile is not None:
+            self._unlabel()
+            self.taken.append(step)
+            if step == self.steps[-1]:
+                self.on_steps_end()
 
     def on_steps_end(self) -> None:
         """Writes what there is; says where there is nothing, or no room for it, and the run goes on."""
-        profile = self.stop()
+        profile = self.profile
+        self.close()
         if self.steps and not self.taken:
             self.say(f"nothing is profiled: the run ended before step {self.steps[0]}")
         if profile is None or not self.taken:
             return
-        self.trace, self.table = free_files(range(self.taken[0], self.taken[-1] + 1), self.folder)
         try:
             self._write(profile)
         except (OSError, RuntimeError, UserError) as error:
-            self.say(f"the profile cannot be written to {self.table.parent}: {in_one_line(error)}")
+            self.say(f"the profile cannot be written to {self.folder}: {in_one_line(error)}")
 
-    def stop(self) -> Any:
-        """Stops the profile and returns it; None where none has started."""
+    def close(self) -> None:
+        """Stops the profile, where one has started."""
         profile, self.profile = self.profile, None
         if profile is not None:
             self._unlabel()
             synchronize(self.device)
             self.seconds = time.perf_counter() - self.since
             profile.stop()
-        return profile
 
     def _unlabel(self) -> None:
         label, self.label = self.label, None
@@ -116,15 +108,16 @@ class StepProfiler(Observer):
             label.__exit__(None, None, None)
 
     def _write(self, profile: Any) -> None:
-        self.table.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.trace) as part:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{self.taken[0]}-{self.taken[-1]}"
+        trace, table = self.folder / f"{name}.json.gz", self.folder / f"{name}.txt"
+        with replacing(trace) as part:
             whole = part.with_name(f"{part.name}.json.gz")  # by which ending it is packed
             try:
                 profile.export_chrome_trace(str(whole))
                 whole.replace(part)
             finally:
-                with suppress(FileNotFoundError):
-                    whole.unlink()
+                whole.unlink(missing_ok=True)
         events = profile.key_averages()
         own = [e.self_device_time_total for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
         title = f"{named_steps(self.taken)} took {self.seconds:.2f} s"
@@ -133,20 +126,8 @@ class StepProfiler(Observer):
         elif self.device.type == "cuda":
             title += "; the driver let no kernels be seen"
         by = "self_device_time_total" if own else "self_cpu_time_total"
-        self.table.write_text(f"{title}\n\n{events.table(sort_by=by, row_limit=TOP)}\n", encoding="utf-8")
-        self.say(f"profile: {title}; what took it is in {self.table}, the trace in {self.trace}")
-
-
-def files_of(steps: range, folder: Path, number: int = 1) -> tuple[Path, Path]:
-    """The trace and the table of the profile of these steps, in the folder of the run; `number` of several of them."""
-    name = f"steps-{steps.start}-{steps.stop - 1}" + (f"-again-{number}" if number > 1 else "")
-    return folder / FOLDER / f"{name}.json.gz", folder / FOLDER / f"{name}.txt"
-
-
-def free_files(steps: range, folder: Path) -> tuple[Path, Path]:
-    """The first of `files_of` that does not exist yet."""
-    every = (files_of(steps, folder, number) for number in count(1))
-    return next(files for files in every if not any(file.exists() for file in files))
+        table.write_text(f"{title}\n\n{events.table(sort_by=by, row_limit=TOP)}\n", encoding="utf-8")
+        self.say(f"profile: {title}; what took it is in {table}, the trace in {trace}")
 
 
 def named_steps(steps: Sequence[int]) -> str:

@@ -1,14 +1,20 @@
-"""Takes one training step: forward and backward of every micro-batch, then one step of the optimizer; under the graph guard
-where that is asked for, which also finds streams and tasks that get no target.
+"""Takes one training step: fetches its micro-batches, with the counts that processes must agree on before they compute it, runs
+forward and backward of each, then one step of the optimizer; under the graph guard where that is asked for, which also finds
+streams and tasks that get no target.
 
-Each of `PlainStep`, `BalancedStep` and `GuardedStep` is a `Step`: whoever trains calls one, and does not ask which.
+Each of `PlainStep`, `train.trainer.balanced_step.BalancedStep`, `GuardedStep` and `TimedStep` is a `Step`: whoever trains calls
+one, and does not ask which.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Protocol
 
@@ -22,22 +28,117 @@ from omni.errors import UserError
 from omni.layout import Layout
 from omni.tasks import TASKS
 from train.data.batching.batch import Batch
+from train.data.sources.mixture import UsedUp
 from train.distributed.fabric import accumulating, clip, reshard
 from train.distributed.process_group import ProcessGroup
-from train.objective.objective import cells
+from train.objective.objective import HEADS, cells
 from train.optim.optimizer import Optimizers
-from train.trainer.balanced_step import Balancing
-from train.trainer.feed import StepBatches
 from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Observer
-from train.trainer.usage import StepTimes, Usage
+from train.trainer.signals import SIGNALS, Stop
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """This process's micro-batches of one step, with the counts of the whole step.
+
+    Attributes:
+        denominators: targets of the whole step by stream, and of heads on the encoder, [K + HEADS] int64 (the precisions that
+            Fabric casts floating-point inputs to cannot count).
+        positions, flops: of the whole step.
+        seconds: of the run, by the first process's clock.
+        stop: number of a signal that any process has received, or 0.
+        cells: targets of the whole step by task and stream, [T, K], where tasks are balanced.
+        waited, held_up: seconds that this process waited for the step's data, and then for the other processes.
+    """
+
+    batches: Sequence[Any]
+    denominators: Tensor
+    positions: float
+    flops: float
+    seconds: float
+    stop: int
+    cells: Tensor | None = None
+    waited: float = 0.0
+    held_up: float = 0.0
+
+
+class Feed:
+    """Fetches steps. All processes call `next` together: it makes the loop's one exchange between them, on the CPU.
+
+    Args:
+        targets: number of targets of a batch, [K + HEADS], with which `flops` gives its FLOPs.
+        clock: seconds that the run has taken.
+        streams: their number.
+        tasks: their number where a batch's targets are also counted by task and stream, [T, K].
+
+    Attributes:
+        used_up: the data of any process have ended: the last `next` is no whole step.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Sequence[Any]],
+        targets: Callable[[Any], Tensor],
+        flops: Callable[[Any, Tensor], float] | None,
+        clock: Callable[[], float],
+        streams: int,
+        group: ProcessGroup,
+        stop: Stop,
+        tasks: int = 0,
+    ) -> None:
+        self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
+        self.streams, self.tasks, self.group, self.stop = streams, tasks, group, stop
+        self.used_up = False
+
+    def next(self) -> StepBatches:
+        """Fetches the next step. UserError, on all processes, where the data of any are broken."""
+        start, group = time.perf_counter(), self.group
+        group.phase = "waiting for data"
+        batches: Sequence[Any] = ()
+        failure: UserError | None = None
+        ended = False
+        sizes = [2, self.streams + HEADS, self.tasks * self.streams]
+        counts = torch.zeros(sum(sizes), dtype=torch.float64)
+        try:
+            batches = next(self.batches)
+            for batch in batches:
+                counts += self._counts(batch)
+        except UsedUp:
+            ended = True
+        except UserError as error:
+            failure = error
+        waited = time.perf_counter() - start
+        flags = [failure is not None, ended, *(self.stop.number == s for s in SIGNALS)]
+        clock = self.clock() if group.first else 0.0
+        own = torch.cat([counts * group.counts, torch.tensor([clock, *flags], dtype=torch.float64)])
+        group.phase = "exchange of counts"
+        group.meet()
+        whole = group.sum_all(own)
+        held_up = time.perf_counter() - start - waited
+        seconds, failed, ended_in, *stops = whole[len(counts) :].tolist()
+        if failed:
+            group.raise_if_any_failed(failure)
+        self.used_up = ended_in > 0
+        stop = next((int(s) for s, flag in zip(SIGNALS, stops, strict=True) if flag), 0)
+        work, targets, by_task = whole[: len(counts)].split(sizes)
+        balanced = by_task.view(self.tasks, self.streams) if self.tasks else None
+        positions, flops = work.tolist()
+        return StepBatches(batches, targets.long(), positions, flops, seconds, stop, balanced, waited, held_up)
+
+    def _counts(self, batch: Any) -> Tensor:
+        """Positions and FLOPs of a batch, its targets by stream, and where asked for those by task and stream."""
+        targets = self.targets(batch)
+        work = [batch.positions, self.flops(batch, targets) if self.flops is not None else 0.0]
+        by_task = cells(batch).flatten() if self.tasks else torch.zeros(0)
+        return torch.cat([torch.tensor(work, dtype=torch.float64), targets.double(), by_task.double()])
 
 
 class Step(Protocol):
     """Takes a step of these batches, `progress` being the share of the budget that is used."""
 
-    def __call__(self, step: StepBatches, progress: float) -> None: ...
+    def __call__(self, step: StepBatches, progress: float) -> object: ...
 
 
 @dataclass(eq=False)
@@ -97,84 +198,8 @@ class PlainStep:
         """Called after the optimizer's step; `left_out` is 1 where it was left out, else 0."""
 
 
-@dataclass(eq=False)
-class BalancedStep(PlainStep):
-    """Trains on the tasks' losses as a balance method combines them, and plainly before `start`.
-
-    Attributes:
-        start: share of the budget from which tasks are balanced.
-    """
-
-    balance: Balancing
-    start: float
-
-    def gradients(self, step: StepBatches, denominators: Tensor, progress: float) -> None:
-        if progress < self.start:
-            super().gradients(step, denominators, progress)
-            return
-        lr = max(group["lr"] for group in self.optimizer.param_groups)
-        self.balance.take(step, denominators, progress, lr, self.meter.add)
-
-    def settle(self, left_out: Tensor, progress: float) -> None:
-        if progress >= self.start:
-            self.balance.settle(left_out, progress)
-
-
 SEEN = 30  # micro-batches with a task after which its targets, if there were none, count as missing
 REMEDY = "look at the rows of these tasks and at unused.csv, which counts those that were left out, or leave the task out"
-
-
-class StepGuard:
-    """Runs steps under a guard.
-
-    Args:
-        idle: parameters that are not trained at that share of the budget.
-        seen: as of `Targets`.
-    """
-
-    def __init__(
-        self,
-        objective: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        idle: Callable[[float], Iterable[nn.Parameter]],
-        seen: int = SEEN,
-    ) -> None:
-        self.objective, self.idle, self.guard = objective, idle, Guard(objective, optimizer)
-        layout = getattr(getattr(objective, "model", None), "layout", None)
-        weights = getattr(objective, "stream_weights", None)
-        self.targets = Targets(layout, weights, seen) if isinstance(layout, Layout) else None
-
-    def step(
-        self,
-        number: int,
-        step: StepBatches,
-        progress: float,
-        train: Callable[[StepBatches], None],
-        say: Callable[[str], None] = lambda text: None,
-        trace: bool = False,
-    ) -> list[Finding]:
-        """Takes the step of this number (from 1) by `train`; reports and returns the guard's new findings.
-
-        Args:
-            progress: share of the budget that is used.
-
-        Raises:
-            UserError: autograd failed; with the diagnosis.
-        """
-        guard = self.guard
-        reshard(self.objective)
-        guard.idle = {id(p): p for p in self.idle(progress)}
-        known = {finding.key for finding in guard.findings}
-        try:
-            guard.run(lambda: train(step), step.batches, trace=trace)
-        except GraphError as error:
-            raise UserError(f"step {number}: {error}") from error
-        if self.targets is not None:
-            guard.add(self.targets.look(step.batches))
-        new = [finding for finding in guard.findings if finding.key not in known]
-        if new:
-            say(f"guard, step {number}:\n{report(new)}")
-        return new
 
 
 class Targets:
@@ -210,55 +235,124 @@ class Targets:
         return [Finding("no_target", message, REMEDY, tensor=f"targets of {shortlist(names, 12)}")] if names else []
 
 
-@dataclass(eq=False)
 class GuardedStep:
     """Takes the steps of another under the graph guard.
 
-    Attributes:
+    Args:
+        idle: parameters that are not trained at that share of the budget.
         number: steps taken, for messages.
         say: prints new findings.
+        seen: as of `Targets`.
         trace: record every operation.
     """
 
-    take: Step
-    guard: StepGuard
-    number: int = 0
-    say: Callable[[str], None] = lambda text: None
-    trace: bool = False
+    def __init__(
+        self,
+        take: Step,
+        objective: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        idle: Callable[[float], Iterable[nn.Parameter]],
+        *,
+        number: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+        seen: int = SEEN,
+        trace: bool = False,
+    ) -> None:
+        self.take, self.objective, self.idle = take, objective, idle
+        self.number, self.say, self.trace = number, say, trace
+        self.guard = Guard(objective, optimizer)
+        layout = getattr(getattr(objective, "model", None), "layout", None)
+        weights = getattr(objective, "stream_weights", None)
+        self.targets = Targets(layout, weights, seen) if isinstance(layout, Layout) else None
 
-    def __call__(self, step: StepBatches, progress: float) -> None:
+    def __call__(self, step: StepBatches, progress: float) -> list[Finding]:
+        """Takes a step; reports and returns the guard's new findings. UserError where autograd failed; with the diagnosis."""
         self.number += 1
-        self.guard.step(self.number, step, progress, lambda step: self.take(step, progress), self.say, self.trace)
+        guard = self.guard
+        reshard(self.objective)
+        guard.idle = {id(p): p for p in self.idle(progress)}
+        known = {finding.key for finding in guard.findings}
+        try:
+            guard.run(lambda: self.take(step, progress), step.batches, trace=self.trace)
+        except GraphError as error:
+            raise UserError(f"step {self.number}: {error}") from error
+        if self.targets is not None:
+            guard.add(self.targets.look(step.batches))
+        new = [finding for finding in guard.findings if finding.key not in known]
+        if new:
+            self.say(f"guard, step {self.number}:\n{report(new)}")
+        return new
+
+
+FACTOR, LEAST = 3.0, 1.0
+"""A step is reported where it takes more than `FACTOR` times the median, and more than `LEAST` seconds."""
+KNOWN = 5
+"""Steps before there is a median; until then only steps that compile graphs are reported."""
+COMPILING = "compiling"
+
+
+def graphs_compiled() -> int:
+    """Number of graphs that torch.compile has compiled in this process. Imports nothing: that alone takes over a second."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"].get("unique_graphs", 0))
 
 
 @dataclass(eq=False)
 class TimedStep(Observer):
-    """Takes the steps of another, and says which of them took long.
+    """Takes the steps of another, and says which of them took long, and why. Time between a step's end and the next one's
+    begin does not count, such as that in which the device finishes what the steps have queued on it.
 
     Attributes:
         idle: parameters that are not trained at that share of the budget: with others a step takes another time.
+        graphs: number of graphs compiled so far.
+        recent: seconds of the last steps with these idle parameters.
+        unexplained: outliers without a part that explains them, of which the 1st, 2nd, 4th, 8th and so on are reported.
+        line: what is to be said of the last step.
     """
 
     take: Step
-    times: StepTimes
-    usage: Usage
     idle: Callable[[float], Iterable[nn.Parameter]]
     say: Callable[[str], None]
-    number: int = 0
+    clock: Callable[[], float] = time.perf_counter
+    graphs: Callable[[], int] = graphs_compiled
+    resting: frozenset[int] = frozenset()
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+    unexplained: int = 0
+    begun: tuple[float, int] = (0.0, 0)
     line: str | None = None
 
     def on_step_begin(self, step: int) -> None:
-        self.number = step
-        self.times.begin()
+        self.begun = self.clock(), self.graphs()
 
     def __call__(self, step: StepBatches, progress: float) -> None:
-        self.times.of_kind(frozenset(map(id, self.idle(progress))))
+        resting = frozenset(map(id, self.idle(progress)))
+        if resting != self.resting:
+            self.recent.clear()
+            self.resting = resting
         self.take(step, progress)
-        self.usage.waited += step.waited
-        self.times.add("waiting for data", step.waited)
-        self.times.add("waiting for another process", step.held_up)
-        self.line = self.times.end(self.number)
+        since, compiled = self.begun
+        seconds = self.clock() - since
+        parts = {"waiting for data": step.waited, "waiting for another process": step.held_up}
+        parts[COMPILING] = seconds - sum(parts.values()) if self.graphs() > compiled else 0.0
+        self.line = self._outlier(seconds, parts)
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         if self.line is not None:
-            self.say(self.line)
+            self.say(f"step {step} {self.line}")
+
+    def _outlier(self, seconds: float, parts: Mapping[str, float]) -> str | None:
+        """What is to be said of a step of so many seconds, with those of its parts; None where it is no outlier."""
+        usual = statistics.median(self.recent) if len(self.recent) >= KNOWN else None
+        name, longest = max(parts.items(), key=lambda part: part[1])
+        self.recent.append(seconds)
+        if seconds <= LEAST or (usual is None and name != COMPILING) or seconds <= FACTOR * (usual or 0.0):
+            return None
+        cause, again = f"{name} took {longest:.1f} s", ""
+        if 2 * longest < seconds - (usual or 0.0):
+            self.unexplained += 1
+            if self.unexplained & (self.unexplained - 1):  # no power of two
+                return None
+            cause = "nothing that is measured explains it"
+            again = f" (the {self.unexplained}th such step)" if self.unexplained > 2 else ""
+        compared = "" if usual is None else f", {usual:.2g} s are usual"
+        return f"took {seconds:.1f} s{compared}: {cause}{again}"

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,18 @@ from train.config.run import FitConfig
 from train.config.sections import ValidationConfig
 from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
-from train.data.batching.packer import PackerShard, Pipeline, choose
+from train.data.batching.packer import choose
 from train.data.build import held_out_rows
 from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row
-from train.data.sources.mixture import Mixture, TaskMixture
 from train.distributed.fabric import full_state, reshard, with_whole_state
 from train.distributed.process_group import ProcessGroup
-from train.eval.held_out import HeldOutReport, Item, evaluate, spoken, write_answers
+from train.eval.held_out import Item, evaluate, spoken, write_answers
 from train.objective.objective import HEADS, Losses
 from train.optim.optimizer import Average
 from train.optim.schedule import due
-from train.trainer.metrics import means
-from train.trainer.parts import Figures, HeldOut, Observer, Parts
+from train.trainer.metrics import FIXED, LAST, loss_sums, mean_losses
+from train.trainer.parts import Figures, Observer, Parts
 from train.trainer.plots import SPECTROGRAMS, spectrograms
 from train.trainer.signals import BrokenOff, Stop, break_off
 
@@ -77,28 +76,34 @@ class Validator:
         lm = SpeechLM(model, self.tokenizer, self.codec, graph=False)  # a graph of each shape would serve once
         with torch.no_grad(), checked(break_off):
             report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)
-        self._show(report, step)
-        return report.figures
-
-    def _show(self, report: HeldOutReport, step: int) -> None:
         write_answers(report, self.folder / ANSWERS / f"step-{step:08d}.jsonl")
-        chosen = spoken(report, self.codec) if self.codec is not None else None
-        if chosen is None or self.codec is None:
-            return
-        judged, sound = chosen
-        question = judged.item.question
-        spectrograms(
-            self.folder / SPECTROGRAMS,
-            (question, SAMPLE_RATE) if isinstance(question, Tensor) else None,
-            (sound, self.codec.sample_rate),
-            judged.item.question_text,
-            judged.answer.text,
-        )
+        if self.codec is not None and (chosen := spoken(report, self.codec)) is not None:
+            judged, sound = chosen
+            question = (judged.item.question, SAMPLE_RATE) if isinstance(judged.item.question, Tensor) else None
+            answer, texts = (sound, self.codec.sample_rate), (judged.item.question_text, judged.answer.text)
+            spectrograms(self.folder / SPECTROGRAMS, question, answer, *texts)
+        return report.figures
 
 
 def answering_type(device: str, precision: str) -> torch.dtype:
     """The precision in which a run's model answers on a kind of device."""
     return torch.bfloat16 if device != "cpu" and precision.startswith("bf16") else torch.float32
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The batches that a held-out loss is measured on.
+
+    Attributes:
+        batches: of this process; equally many in every process.
+        rows, examples: over all processes.
+        broken: why rows were left out, by their names.
+    """
+
+    batches: Sequence[Batch] = ()
+    rows: int = 0
+    examples: int = 0
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_held_out(
@@ -116,14 +121,14 @@ def build_held_out(
     layout, bands = maker.model.layout, maker.model.encoder.bands
     own: list[Batch] = []
     made, examples = 0, 0
-    for made, rows in enumerate(
-        _groups(_packed(_examples(rows_by_source, packing, plain_maker, broken), packing), packing.rows), start=1
-    ):
+    packed = _packed(_examples(rows_by_source, packing, plain_maker, broken), packing)
+    while rows := list(islice(packed, packing.rows)):
         examples += sum(map(len, rows))
-        if (made - 1) % world == rank:
-            own.append(assemble(rows, packing.length, layout, bands, {}))
+        if made % world == rank:
+            own.append(assemble([*rows, *[[]] * (packing.rows - len(rows))], packing.length, layout, bands, {}))
+        made += 1
     if len(own) < -(-made // world):
-        own.append(assemble([[] for _ in range(packing.rows)], packing.length, layout, bands, {}))
+        own.append(assemble([[]] * packing.rows, packing.length, layout, bands, {}))
     return HeldOut(own, sum(len(rows) for _, rows in rows_by_source), examples, broken or {})
 
 
@@ -164,18 +169,6 @@ def _packed(examples: Iterator[Example], packing: PackingConfig) -> Iterator[lis
             waiting = [example for i, example in enumerate(waiting) if i not in chosen]
 
 
-def _groups(rows: Iterator[list[Example]], size: int) -> Iterator[list[list[Example]]]:
-    """Rows in groups of `size`, the last one filled up with empty ones."""
-    group: list[list[Example]] = []
-    for row in rows:
-        group.append(row)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group + [[] for _ in range(size - len(group))]
-
-
 @torch.no_grad()
 def held_out_loss(
     module: Callable[..., Losses],
@@ -189,23 +182,14 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task, of the
     average where there is one. All processes must call it, with equally many batches."""
-    cells = len(tasks) * len(streams)
-    totals = torch.zeros(2 * cells + 2 * HEADS, dtype=torch.float64)
+    totals = torch.zeros(FIXED + 2 * len(tasks) * len(streams) + LAST, dtype=torch.float64)
     ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
     with evaluated(objective, average):
         for batch in batches:
-            losses = module(batch.to(device), ones, 1.0)
-            turns, distilled = (losses.turn_sum, losses.turn_count), (losses.distill_sum, losses.distill_count)
-            heads = (losses.ctc_sum, losses.ctc_count, *turns, *distilled)
-            alone = [torch.zeros(1) if part is None else part[None] for part in heads]
-            parts = (losses.sums.flatten(), losses.counts.flatten(), *alone)
-            totals += torch.cat([part.to("cpu", torch.float64) for part in parts])
+            totals += loss_sums(module(batch.to(device), ones, 1.0)).to("cpu", torch.float64)
     totals = group.sum(totals)
-    sums, counts = totals[: 2 * cells].view(2, len(tasks), len(streams))
-    whole = {"loss": float(sums.sum() / counts.sum())} if counts.sum() > 0 else {}
-    tails = zip(("loss/alignment", "loss/turn", "loss/distill"), totals[2 * cells :].view(HEADS, 2), strict=True)
-    aligned = {name: float(own[0] / own[1]) for name, own in tails if own[1] > 0}
-    return {**whole, **means(sums, counts, tasks, streams), **aligned}
+    sums, counts = totals[FIXED:-LAST].view(2, -1).sum(1).tolist()
+    return {**({"loss": sums / counts} if counts > 0 else {}), **mean_losses(totals, tasks, streams)}
 
 
 @contextmanager
@@ -252,41 +236,17 @@ def check_metric(config: FitConfig, held_out: HeldOut) -> None:
         )
 
 
-class KeptRows:
-    """A source of given rows."""
-
-    repeats = False
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.name, self.rows, self.size = "held-out rows", list(rows), len(rows)
-
-    def identity(self, index: int) -> int:
-        return index
-
-    def row(self, index: int) -> Row:
-        return self.rows[index]
-
-
-def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) -> list[Batch]:
+def outer_batches(config: FitConfig, names: Sequence[str], maker: ExampleMaker) -> Sequence[Batch]:
     """Makes batches of held-out rows in all balanced tasks, without augmentation; the same ones every time. Where streams
-    are balanced there are no `names`: tasks are drawn as the first source has them. UserError where the data have no
-    held-out rows."""
+    are balanced there are no `names`: tasks are those of the first source. UserError where the data have no held-out rows."""
     assert config.balance is not None
-    section, data = config.balance, config.data
+    data, first = config.data, config.data.sources[0]
     try:
         rows = held_out_rows(data, maker.codec, OUTER_ROWS)
     except UserError as error:
-        raise UserError(f"balance.method {section.method} judges by held-out rows: {error}") from error
-    plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, None, seed=data.seed)
-    tasks = dict.fromkeys(names, 1.0) if names else data.sources[0].tasks
-    pipeline = Pipeline(
-        Mixture([KeptRows(rows)], [1.0], data.seed), [TaskMixture(tasks)], plain_maker, data.packing, data.seed, broken="skip"
-    )
-    shard, batches, examples = PackerShard(pipeline, 0, 1), [], 0
-    while examples < len(rows) * len(tasks):
-        batches.append(shard.batch())
-        examples += batches[-1].examples
-    return batches
+        raise UserError(f"balance.method {config.balance.method} judges by held-out rows: {error}") from error
+    source = replace(first, tasks=dict.fromkeys(names, 1.0) or first.tasks)
+    return build_held_out([(source, rows)], data.packing, maker, 0, 1, {}).batches
 
 
 @dataclass(eq=False)
@@ -368,7 +328,7 @@ class RunValidation:
         several processes only the answers heed."""
         parts, group = self.parts, self.group
         asked = group.broadcast(parts.validate is not None)
-        if not asked and not parts.held_out.batches:
+        if not asked and not parts.held_out:
             return {}
         group.phase = "held-out loss"
         try:
@@ -391,7 +351,7 @@ class RunValidation:
 
     def _breakable(self) -> Iterator[Any]:
         """The held-out batches; before each one a signal ends the validation, where no other process has to agree to that."""
-        for batch in self.parts.held_out.batches:
+        for batch in self.parts.held_out:
             if self.group.world == 1:
                 break_off()
             yield batch

@@ -44,9 +44,9 @@ from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.mixture import TaskMixture
 from train.distributed.fabric import leave
 from train.objective.config import ObjectiveConfig
-from train.objective.objective import Objective, cells, targets
+from train.objective.objective import Objective, targets
 from train.trainer.initial_model import apply_lora, teacher_of
-from train.trainer.parts import Balanced, Parts
+from train.trainer.parts import Parts
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "T1A2": 1.0}
 PACKING = PackingConfig(rows=2, length=110, buffer=4)
@@ -134,8 +134,8 @@ def balanced_parts(
 
     names = [] if config.balance is None else balanced_tasks(config.balance, config.data)
     return Parts(
-        objective, count, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle,
-        Balanced(names, cells, objective.encoder_parameters, held_out(model, outers)),
+        objective, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle, names,
+        held_out(model, outers),
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ def slow_run(config: FitConfig, step: Callable[[SpeechModel, Sequence[Batch], Te
     matrices = [p for p in model.parameters() if p.requires_grad]
     lr = config.optimizer.lr
     optimizer = torch.optim.AdamW(matrices, lr=lr, betas=config.optimizer.betas, weight_decay=0.0)
-    batches = parts.steps(range(parts.micro_batches), 0, {})
+    batches = parts.steps(range(config.data.micro_batches), 0, {})
     for _ in range(config.budget.steps or 0):
         found = next(batches)
         optimizer.zero_grad()

@@ -65,7 +65,7 @@ def test_a_start_that_fails_keeps_the_configuration_of_the_run(tmp_path: Path, m
     """A new run's is there from the beginning; a resumed one's is written after its first step."""
     monkeypatch.setattr(build, "build_initial", lambda *_: type("Initial", (), {"model": torch.nn.Linear(1, 1)}))
     monkeypatch.setattr(build, "with_alignment", lambda config: config)
-    monkeypatch.setattr(build.announce, "ready_lines", lambda *_: [])
+    monkeypatch.setattr(build.screen, "ready_lines", lambda *_: [])
 
     def start(steps: int, broken: bool) -> Any:
         def before(step: int) -> None:

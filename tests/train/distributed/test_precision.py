@@ -41,7 +41,7 @@ def real_parts(name: str, ctc: bool) -> Parts:
         while True:
             yield batches
 
-    return Parts(objective, 2, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle)
+    return Parts(objective, steps, targets, objective.model.layout.names, tuple(TASKS), objective.idle)
 
 
 @pytest.mark.sampled(1)

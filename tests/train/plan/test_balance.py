@@ -24,9 +24,9 @@ from train.objective.objective import cells, targets
 from train.plan.memory import meta_model
 from train.plan.plan import pace
 from train.trainer.balanced_step import Balancing
-from train.trainer.feed import StepBatches
-from train.trainer.parts import Balanced
+from train.trainer.parts import Parts
 from train.trainer.preflight import worst_batch
+from train.trainer.step import StepBatches
 
 pytestmark = pytest.mark.usefixtures("forked")
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}
@@ -96,10 +96,12 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
     batch, section = assign_tasks(worst_batch(config.data, model), config), config.balance
     assert section is not None
     outer, fabric = (batch,) if section.spec.bilevel else (), OneProcess()
-    given = Balanced(balanced_tasks(section, config.data), cells, bench.objective.encoder_parameters, outer)
     group, streams = ProcessGroup(fabric), bench.objective.model.layout.names  # type: ignore[arg-type]
-    names = section, given, fabric, bench.objective, bench.named, tuple(TASKS), streams, targets, group, micro, aligned
-    balancing = Balancing(*names)  # type: ignore[arg-type]
+    parts = Parts(
+        bench.objective, lambda *_: iter(()), targets, streams, tuple(TASKS), balanced=balanced_tasks(section, config.data),
+        outer=outer,
+    )  # fmt: skip
+    balancing = Balancing(section, parts, fabric, bench.objective, bench.named, group, micro, aligned)  # type: ignore[arg-type]
     forwards = 0
 
     def count(module: nn.Module, args: Any, out: Any) -> None:

@@ -45,7 +45,7 @@ def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tens
     section = config.balance
     names = balanced_tasks(section, config.data)
     balancer = build(section, names or ["a0", "a1", "a2", "a3", "text"])
-    outer = list(balanced_parts(config).balanced.outer)  # type: ignore[union-attr]
+    outer = list(balanced_parts(config).outer)
     taken = 0
 
     def summed(model: SpeechModel, batches: Sequence[Batch], counts: Tensor, keep: list[Tensor] | None = None) -> list[Tensor]:

@@ -112,7 +112,7 @@ def test_what_fails_ends_the_run_after_the_state_is_saved(tmp_path: Path, event:
 
 def test_the_first_process_alone_calls_them() -> None:
     calls = Callbacks([FailingCallback(1)], SimpleNamespace(first=False))  # type: ignore[arg-type]
-    calls.call("on_step", 1, {})
+    calls.on_step(1, {})
     assert calls.failure is None
 
 

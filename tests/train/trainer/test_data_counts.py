@@ -31,7 +31,7 @@ def test_a_run_whose_sources_end_is_finished_and_says_what_it_has_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = toy_config(tmp_path / "whole", log=LogConfig(every=3, progress="lines"))
-    parts = toy_parts(steps=ending_steps, draws=40, export=toy_export(str(tmp_path / "model"), False))
+    parts = toy_parts(steps=ending_steps, export=toy_export(str(tmp_path / "model"), False))
     outcome, _ = toy_fit(config, parts)
     assert (outcome.step, outcome.signal, outcome.model) == (5, 0, tmp_path / "model")
     said = capsys.readouterr().err

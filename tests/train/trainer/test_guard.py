@@ -23,7 +23,7 @@ from train.commands.doctor import examine
 from train.config.parse import read_fit_config
 from train.config.sections import LogConfig
 from train.data.batching.batch import Batch
-from train.trainer.step import StepGuard, Targets
+from train.trainer.step import GuardedStep, Targets
 
 SMALL = [
     "configs/nano-scratch.yaml", "--data.packing.rows", "2", "--data.packing.buffer", "4", "--model.decoder.layers", "1",
@@ -131,14 +131,14 @@ def test_the_doctor_names_the_line_that_cuts_the_graph(monkeypatch: pytest.Monke
 def test_the_doctor_ends_after_the_step_in_which_a_signal_comes(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, taken = StepGuard.step, []
+    plain, taken = GuardedStep.__call__, []
 
-    def step(self: StepGuard, *args: Any, **kwargs: Any) -> None:
+    def step(self: GuardedStep, *args: Any) -> None:
         os.kill(os.getpid(), number)
-        plain(self, *args, **kwargs)
-        taken.append(args[0])
+        plain(self, *args)
+        taken.append(self.number)
 
-    monkeypatch.setattr(StepGuard, "step", step)
+    monkeypatch.setattr(GuardedStep, "__call__", step)
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *SMALL, "--steps", "3"])
     out, err = capsys.readouterr()

@@ -41,8 +41,7 @@ from train.eval.held_out import items_of
 from train.objective.objective import Losses, Objective
 from train.optim.optimizer import Average
 from train.trainer.logs import VALIDATION, read_table
-from train.trainer.parts import HeldOut
-from train.trainer.validation import build_held_out, held_out_loss
+from train.trainer.validation import HeldOut, build_held_out, held_out_loss
 
 MODEL = MODELS["codec2"]
 PACKING = PackingConfig(rows=2, length=160, buffer=4)
@@ -237,6 +236,6 @@ def test_the_lowest_loss_is_kept_and_no_number_never_wins(tmp_path: Path, monkey
         validation=ValidationConfig(every_steps=2, at_end=False),
         checkpoint=CheckpointConfig(every_steps=None, every_minutes=None, keep_last=1, metric="loss"),
     )
-    toy_fit(config, replace(toy_parts(), held_out=HeldOut(toy_held_out(0, 1))))
+    toy_fit(config, replace(toy_parts(), held_out=toy_held_out(0, 1)))
     kept = retention.checkpoints(tmp_path / "checkpoints")
     assert [folder.name for folder in kept] == ["step-00000006", "step-00000013"]

@@ -90,7 +90,7 @@ def slow(objective: Objective, batch: Any) -> list[tuple[float, float]]:
 def test_the_highest_are_kept_in_order(tmp_path: Path) -> None:
     """A row that was drawn again is there as it was last; examples without targets, and unused ends, are none."""
     kept = HighestLosses(3, tmp_path, ALONE)
-    kept.write()
+    kept.on_log(0, {})
     assert not (tmp_path / HIGHEST).exists()
     kept.step = 1
     kept.add(losses_of((1.0, 4), (5.0, 2), (0.0, 0)), named("row 1", "row 2", ""))
@@ -98,7 +98,7 @@ def test_the_highest_are_kept_in_order(tmp_path: Path) -> None:
     kept.step = 2
     kept.add(losses_of((2.0, 8)), named("row 5"))
     kept.add(Losses(*[torch.zeros(())] * 5), named("row 6"))  # of a phase without losses by example
-    kept.write()
+    kept.on_log(0, {})
     assert read(tmp_path) == [
         {"loss": 5.0, "row": "row 2", "task": "A1T1", "targets": 2, "step": 1},
         {"loss": 3.0, "row": "row 3", "task": "A1T1", "targets": 2, "step": 1},
@@ -106,13 +106,13 @@ def test_the_highest_are_kept_in_order(tmp_path: Path) -> None:
     ]
     kept.step = 3
     kept.add(losses_of((2.5, 2), (math.nan, 3)), named("row 2", "row 7"))
-    kept.write()
+    kept.on_log(0, {})
     assert [(one["loss"], one["row"], one["step"]) for one in read(tmp_path)] == [
         (None, "row 7", 3), (3.0, "row 3", 1), (2.5, "row 2", 3),
     ]  # fmt: skip
     few = HighestLosses(9, tmp_path, ALONE)
     few.add(losses_of((1.0, 4), (0.0, 0), (9.0, 0)), named("row 1", "", "row 2"))
-    few.write()
+    few.on_log(0, {})
     assert [one["row"] for one in read(tmp_path)] == ["row 1"]
 
 
@@ -124,11 +124,11 @@ def test_examples_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         kept.step = step
         kept.add(losses_of((10.0 - step, 2)), named(f"row {step}"))
         assert len(kept._waiting) <= 5
-    kept.write()
+    kept.on_log(0, {})
     assert [one["row"] for one in read(tmp_path)] == ["row 4", "row 5"]
     kept.step = 9
     kept.add(losses_of((0.5, 2)), named("row 9"))
-    kept.write()
+    kept.on_log(0, {})
     assert [one["row"] for one in read(tmp_path)] == ["row 5", "row 9"]  # only the highest of each row of the log are known
 
 
@@ -145,7 +145,7 @@ def test_the_file_has_the_highest_of_all_processes(tmp_path: Path) -> None:
         kept.file.parent.mkdir()
         kept.step = 1
         kept.add(losses_of((loss, 2)), named(f"process {rank}"))
-        kept.write()
+        kept.on_log(0, {})
     assert [one["row"] for one in read(tmp_path / "0")] == ["process 1"] and not (tmp_path / "1" / HIGHEST).exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,25 +17,25 @@ from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_f
 from train.config.sections import BudgetConfig, LogConfig
 from train.console import progress as console
 from train.console.progress import TrainProgress
-from train.trainer import build, observers
+from train.trainer import build, screen
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
-from train.trainer.usage import StepTimes
+from train.trainer.step import TimedStep
 
 LINES = LogConfig(every=5, progress="lines")
 
 
 @pytest.fixture(autouse=True)
 def no_lines_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers, "LINE_SECONDS", 1000.0)
+    monkeypatch.setattr(screen, "LINE_SECONDS", 1000.0)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What step times are measured by: one number, in seconds."""
     now = [0.0]
-    monkeypatch.setattr("train.trainer.feed.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(build, "StepTimes", lambda: StepTimes(lambda: now[0]))
+    monkeypatch.setattr("train.trainer.step.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(build, "TimedStep", partial(TimedStep, clock=lambda: now[0]))
     return now
 
 
@@ -55,13 +56,13 @@ class Terminal(io.StringIO):
 
 def test_what_is_said_after_a_bar_comes_below_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar stays as it was, without the time that was left."""
-    bar = TrainProgress("auto", stream=(screen := Terminal(100, monkeypatch)))
+    bar = TrainProgress("auto", stream=(terminal := Terminal(100, monkeypatch)))
     bar.row(10, 0.1, 5.0, {"loss": 1.5, "lr": 1e-3})
-    before = len(screen.getvalue())
+    before = len(terminal.getvalue())
     bar.close()
     bar.say("stopped")
     bar.close()
-    after = screen.getvalue()[before:]
+    after = terminal.getvalue()[before:]
     assert after.endswith("\nstopped\n") and after.count("step 10") == 1 and "left" not in after
 
 
@@ -74,7 +75,7 @@ def test_the_first_three_steps_of_every_start_are_shown(tmp_path: Path, capfd: p
 
 
 def test_lines_take_nothing_from_the_rows_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(screen, "LINE_SECONDS", 0.0)
     for name in ("lines", "off"):
         toy_fit(toy_config(tmp_path / name, log=replace(LINES, progress=name)))
     said, silent = (read_table(tmp_path / name / METRICS) for name in ("lines", "off"))

@@ -18,7 +18,6 @@ from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
 from train.trainer import signals
 from train.trainer.logs import METRICS, VALIDATION, read_table
-from train.trainer.parts import HeldOut
 from train.trainer.signals import BrokenOff, Stop, break_off
 
 LINES = LogConfig(every=1, progress="lines")
@@ -84,7 +83,7 @@ def test_a_validation_that_is_broken_off_is_made_when_the_run_goes_on(
     config = toy_config(tmp_path, validation=plan, log=LINES, checkpoint=CheckpointConfig(every_minutes=None, keep_best=0))
     parts = toy_parts(validate=validate)
     if where == "loss":
-        parts = replace(parts, held_out=HeldOut(Killing(toy_held_out(0, 1))))
+        parts = replace(parts, held_out=Killing(toy_held_out(0, 1)))
     outcome, _ = toy_fit(config, parts)
     stopped = 8 if where == "end" else 3
     assert (outcome.step, outcome.signal, outcome.figures) == (stopped, signal.SIGTERM, {})
@@ -141,7 +140,6 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
             closed.append(1)
 
     answer = SimpleNamespace(number=1, ended=False)
-    link = SimpleNamespace(handler=SimpleNamespace(answers={1: None}))
     looks: list[int] = []
 
     def check() -> None:
@@ -152,5 +150,5 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(batch, "CHECK_SECONDS", 0.01)
     ask: Callable = lambda: (Session(), answer)  # noqa: E731
     with pytest.raises(BrokenOff), batch.checked(check):
-        batch.answer_all(Engine(), link, [ask, ask], 2)
+        batch.answer_all(Engine(), [ask, ask], 2)  # type: ignore[arg-type]
     assert len(closed) == 2

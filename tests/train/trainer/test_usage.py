@@ -38,7 +38,7 @@ def test_the_share_of_waiting_for_data(tmp_path: Path, monkeypatch: pytest.Monke
     """Every step waits a second for its data, and takes three more; what comes between steps does not count."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    for module in ("feed", "metrics"):
+    for module in ("step", "metrics"):
         monkeypatch.setattr(f"train.trainer.{module}.time", clock)
 
     def before(step: int) -> None:
@@ -51,7 +51,7 @@ def test_the_share_of_waiting_for_data(tmp_path: Path, monkeypatch: pytest.Monke
     def saved(*_: object) -> None:
         now[0] += 100.0
 
-    monkeypatch.setattr("train.trainer.parts.Callbacks.call", saved)
+    monkeypatch.setattr("train.trainer.parts.Callbacks.on_step", saved)
     toy_fit(toy_config(tmp_path, log=LogConfig(every=4, progress="off")), toy_parts(before, idle=idle))
     assert [row["data_wait"] for row in read_table(tmp_path / METRICS)] == [0.25, 0.25]
 
@@ -138,12 +138,12 @@ def test_a_step_queues_nothing_as_it_fetches_and_reports(tmp_path: Path, monkeyp
 def test_the_share_of_the_peak_is_in_the_log() -> None:
     meter = StepMetrics(("A1A2",), ("text",), "cpu", ALONE, peak=100.0)
     meter.step(10.0, 30.0, torch.zeros(()), torch.zeros(()))
-    meter.seconds = 2.0
+    meter.work[2] = 2.0
     found = meter.figures()
     assert found["mfu"] == pytest.approx(0.15) and meter.measured == 2.0
     meter = StepMetrics(("A1A2",), ("text",), "cpu", ALONE)
     meter.step(10.0, 30.0, torch.zeros(()), torch.zeros(()))
-    meter.seconds = 2.0
+    meter.work[2] = 2.0
     assert "mfu" not in meter.figures()
 
 

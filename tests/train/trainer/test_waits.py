@@ -33,11 +33,10 @@ from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses, Objective, targets
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_task
 from train.optim.optimizer import Average, build_optimizer
-from train.trainer.feed import StepBatches
 from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
 from train.trainer.preflight import worst_batch
-from train.trainer.step import PlainStep
+from train.trainer.step import PlainStep, StepBatches
 
 GPU = torch.device("cuda")
 HALF_B = replace(preset("qwen2-0.5b-omni"), ctc=30)

@@ -53,7 +53,7 @@ def counted(broken: int, of: int) -> dict[str, Any]:
     return {"broken": broken, "counts": counts.plain()}
 
 
-def broken_parts(broken: int, of: int, limit: float) -> Parts:
+def broken_parts(broken: int, of: int) -> Parts:
     """Each of the four shards has drawn so many rows."""
 
     def steps(shards, start, states):
@@ -63,7 +63,7 @@ def broken_parts(broken: int, of: int, limit: float) -> Parts:
                 batch.state.update(counted(broken, of))
             yield batches
 
-    return toy_parts(steps=steps, broken_limit=limit)
+    return toy_parts(steps=steps)
 
 
 def test_a_task_that_no_row_is_for_stops_the_run_with_the_reason(tmp_path: Path):
@@ -72,14 +72,16 @@ def test_a_task_that_no_row_is_for_stops_the_run_with_the_reason(tmp_path: Path)
     for _ in range(3):
         shard.batch()
     assert shard.counts.total("data.sources[0] (chats)", "T1A2") == shard.broken > 0
-    config = toy_config(tmp_path, data=DataConfig((SourceConfig("spoken-digits"),), broken="skip", broken_limit=0.5))
+    config = toy_config(
+        tmp_path, data=DataConfig((SourceConfig("spoken-digits"),), broken="skip", broken_limit=0.5, micro_batches=4)
+    )
     with pytest.raises(
         UserError, match=r"chats as T1A2: 100 of 100 rows \(100.0%\) left out: no answer_text .* or raise the limit"
     ):
-        toy_fit(config, broken_parts(ENOUGH // 4, ENOUGH // 4, 0.5))
+        toy_fit(config, broken_parts(ENOUGH // 4, ENOUGH // 4))
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == [1]
     raised = replace(config, data=replace(config.data, broken_limit=1.0))  # which is what the message says
-    assert toy_fit(raised, broken_parts(ENOUGH // 4, ENOUGH // 4, 1.0))[0].step == 8
+    assert toy_fit(raised, broken_parts(ENOUGH // 4, ENOUGH // 4))[0].step == 8
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == list(range(1, 9))
     toy_fit(replace(raised, resume="restart"))
     assert not (tmp_path / UNUSED).exists()
@@ -89,7 +91,7 @@ def test_a_task_that_no_row_is_for_stops_the_run_with_the_reason(tmp_path: Path)
 def test_a_run_whose_rows_are_broken_below_the_limit_is_not_stopped_by_chance(tmp_path: Path):
     """Of rows that are broken to 6 % one of many packers has soon left out more than a tenth of its own."""
     config = toy_config(tmp_path)
-    assert toy_fit(config, broken_parts(4, 25, 0.1))[0].step == 8  # 16 of 100
+    assert toy_fit(config, broken_parts(4, 25))[0].step == 8  # 16 of 100
     with pytest.raises(UserError, match=r"4000 of 25000 rows \(16.0%\)"):
         Counts.joined([counted(4, 25)["counts"]] * 1000).check(0.1)
     with pytest.raises(UserError, match="500 examples.*no answer_text.*chats row 0"):

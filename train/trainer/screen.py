@@ -1,29 +1,38 @@
-"""Lines that a run prints at its start, before anything takes long, and at its end."""
+"""What the screen shows of a run: lines at its start, before anything takes long, of its steps, and at its end."""
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from lightning_fabric import Fabric
 from torch import nn
 
+from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
-from train.console.progress import Screen, counted, duration, percent
+from train.console.progress import Screen, TrainProgress, counted, duration, percent
 from train.data.batching.packer import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
+from train.optim.optimizer import Optimizers
 from train.trainer.initial_model import ADAPTER
 from train.trainer.logs import METRICS
-from train.trainer.parts import Outcome, Parts
+from train.trainer.metrics import StepMetrics, base_rate
+from train.trainer.parts import Figures, Observer, Outcome
 from train.trainer.profiler import FOLDER, NONE, named_steps
+from train.trainer.validation import HeldOut
 
 Say = Callable[[str], None]
+PACED = (4, 12)
+"""Steps of a start whose pace says when an open-ended run is expected to end."""
+FIRST_STEPS, LINE_SECONDS = 3, 30.0
+"""Steps of a start that the screen shows whatever `log.every` is, and the most seconds between two of its later lines."""
 
 
 def speaker(config: FitConfig, first: bool) -> Say:
@@ -55,40 +64,93 @@ def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> lis
     return lines
 
 
-def expectation(config: FitConfig, step: int, pace: float) -> str:
-    """A line that says when an open-ended run should end, from `pace` seconds a step after `step` steps."""
-    budget, goal = config.budget, f"{config.checkpoint.metric} {config.budget.until}"
-    minutes, most = ((budget.expected or 0) - step) * pace / 60, budget.minutes or math.inf
-    end = f"{goal} in about {minutes:.0f} min" if minutes <= most else f"{most:g} min, before {goal}"
-    return f"expected: {end}, as a step takes {pace:.2g} s here and some {budget.expected} are needed"
-
-
 def parameters_line(label: str, parameters: Iterable[nn.Parameter]) -> str:
     """A line with the number of values of some parameters, under a label."""
     return _line(label, f"{sum(p.numel() for p in parameters):,} parameters")
 
 
-def ready_lines(
-    config: FitConfig, parts: Parts, trainable: Iterable[nn.Parameter], position: Position, saved: Path | None
-) -> list[str]:
-    """Lines known once everything is built: trainable parameters, rows of data, and the checkpoint that the run continues."""
-    lines = [parameters_line("trainable", trainable)]
-    for i, (name, size) in enumerate(parts.sources):
-        lines.append(_line("" if i else "data", f"{name}: {'made while training' if size is None else f'{size:,} rows'}"))
-    if parts.draws is not None:
-        lines.append(_line("", f"{parts.draws:,} draws at most, by max_epochs and max_rows"))
-    held = parts.held_out
+def data_lines(sources: Sequence[tuple[str, int | None]], draws: int | None, held: HeldOut) -> list[str]:
+    """Lines with a run's sources and their numbers of rows (None for rows that are made), the most draws, and held-out rows."""
+    sizes = [f"{name}: {'made while training' if size is None else f'{size:,} rows'}" for name, size in sources]
+    sizes += [f"{draws:,} draws at most, by max_epochs and max_rows"] if draws is not None else []
+    lines = [_line("" if i else "data", text) for i, text in enumerate(sizes)]
     if held.rows:
         lines.append(_line("held out", f"{held.rows:,} rows, {held.examples:,} examples"))
     for why in list(held.broken.values())[:1]:
         lines.append(_line("broken", f"{len(held.broken):,} of the held-out rows, which are left out (the first: {why})"))
+    return lines
+
+
+def ready_lines(config: FitConfig, objective: nn.Module, position: Position, saved: Path | None) -> list[str]:
+    """Lines known once everything is built: trainable parameters, and the checkpoint that the run continues."""
+    lines = [parameters_line("trainable", [p for p in objective.parameters() if p.requires_grad])]
     if saved is not None:
         lines.append(_line("resumed", f"from {saved}, after {position.step} steps and {duration(position.seconds)}"))
-    if config.objective.align_first and isinstance(parts.objective, Objective) and not parts.objective.align_first:
+    if config.objective.align_first and isinstance(objective, Objective) and not objective.align_first:
         lines.append("objective.align_first is passed over: neither the encoder nor the alignment head is trained")
     if config.fabric.compile:
         lines.append("compiling the decoder's blocks: the first steps take longer")
     return lines
+
+
+class StepLines(Observer):
+    """Shows a run on the screen: rows of the log, and lines between them, of which the log knows nothing.
+
+    Args:
+        idle: the context in which the device has nothing queued.
+
+    Attributes:
+        shown, paced: seconds of the run at the last line, and after the first of the `PACED` steps.
+    """
+
+    def __init__(
+        self,
+        config: FitConfig,
+        checkpointer: Checkpointer,
+        meter: StepMetrics,
+        optimizer: Optimizers,
+        idle: AbstractContextManager[None],
+        progress: TrainProgress,
+    ) -> None:
+        self.config, self.checkpointer, self.meter, self.optimizer = config, checkpointer, meter, optimizer
+        self.idle, self.progress = idle, progress
+        self.first_step = checkpointer.position.step + 1
+        self.shown = self.paced = checkpointer.position.seconds
+
+    def on_log(self, step: int, figures: Figures) -> None:
+        self._say_expectation(step)
+        self._show(step, figures)
+
+    def on_step(self, step: int, figures: Mapping[str, float]) -> None:
+        if figures:
+            return
+        self._say_expectation(step)
+        seconds, first = self.checkpointer.position.seconds, step < self.first_step + FIRST_STEPS
+        if self.config.log.progress != "off" and (first or seconds - self.shown >= LINE_SECONDS):  # in all processes alike
+            with self.idle:
+                self._show(step, {**self.meter.look(), "lr": base_rate(self.optimizer)})
+        else:
+            self.progress.show(step, self.checkpointer.used, seconds)
+
+    def _say_expectation(self, step: int) -> None:
+        """Says after the first steps of an open-ended run, from their pace, when it should end."""
+        budget, metric, seconds = self.config.budget, self.config.checkpoint.metric, self.checkpointer.position.seconds
+        first, last = (self.first_step + n - 1 for n in PACED)
+        if step == first:
+            self.paced = seconds
+        elif step == last and budget.until is not None and budget.expected is not None:
+            pace, most = (seconds - self.paced) / (last - first), budget.minutes or math.inf
+            minutes, goal = (budget.expected - step) * pace / 60, f"{metric} {budget.until}"
+            end = f"{goal} in about {minutes:.0f} min" if minutes <= most else f"{most:g} min, before {goal}"
+            because = f"as a step takes {pace:.2g} s here and some {budget.expected} are needed"
+            self.progress.say(f"expected: {end}, {because}")
+
+    def _show(self, step: int, figures: Figures) -> None:
+        self.shown = self.checkpointer.position.seconds
+        self.progress.row(step, self.checkpointer.used, self.shown, figures)
+
+    def close(self) -> None:
+        self.progress.close()
 
 
 def end_lines(position: Position, outcome: Outcome, folder: Path, adapted: bool, trained: Mapping[str, Trained]) -> list[str]:
