@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from omni.checkpoint.places import CODEC
 from omni.errors import UserError
+from omni.files import write_json
 from omni.tasks import find_task
 from omni.utils.charts import print_table
 from omni.utils.process import importing
@@ -23,16 +25,7 @@ from train.data.inspect.checks import KINDS, Bounds, Findings
 from train.data.inspect.filter import DROPPED, filter_rows, read_rules
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
 from train.data.inspect.measures import Codecs
-from train.data.inspect.options import (
-    add_options,
-    add_processes,
-    chosen_processes,
-    chosen_target,
-    make_folder,
-    own_codec,
-    save_report,
-)
-from train.data.inspect.scan import Scan
+from train.data.inspect.scan import Scan, add_processes, add_target, chosen_processes, chosen_target
 from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain
 from train.data.inspect.validate import Summary, report, validate
 from train.data.prepare.config import PrepareConfig
@@ -97,13 +90,14 @@ def run_validate(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         stream: TextIO | None = None
         if chosen["findings"] is not None:
-            make_folder(chosen["findings"].parent)
+            chosen["findings"].parent.mkdir(parents=True, exist_ok=True)
             stream = stack.enter_context(open(chosen["findings"], "w", encoding="utf-8"))
         findings = Findings(chosen["examples"], stream)
         summary = validate(chosen["data"], chosen["against"], bounds, codecs, findings, chosen["progress"], processes)
     show_findings(summary, chosen["data"])
     if chosen["report"] is not None:
-        save_report(chosen["report"], report(summary, chosen["data"], chosen["against"], bounds))
+        chosen["report"].parent.mkdir(parents=True, exist_ok=True)
+        write_json(chosen["report"], report(summary, chosen["data"], chosen["against"], bounds))
     return 1 if findings.of("error") else 0
 
 
@@ -187,7 +181,7 @@ def run_stats(argv: Sequence[str]) -> int:
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
     parser.add_argument("--out", type=given_path, help=f"write {STATS} and the pictures to this folder")
-    add_options(parser)
+    add_target(parser)
     parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
     add_processes(parser)
@@ -195,7 +189,7 @@ def run_stats(argv: Sequence[str]) -> int:
     chosen = parser.read(argv)
     target, codecs = chosen_target(chosen), Codecs(chosen["codec_folder"])
     tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
-    scan, processes = Scan(chosen["data"], chosen["progress"]), chosen_processes(chosen)
+    scan, processes = Scan(chosen["data"]), chosen_processes(chosen)
     collected = collect(scan, codecs, target, tasks, chosen["progress"], processes)
     return report_stats(collected, chosen["data"], chosen["out"], target.config.decoder.context if target is not None else 0)
 
@@ -203,20 +197,22 @@ def run_stats(argv: Sequence[str]) -> int:
 def report_stats(collected: Collected, data: Path, out: Path | None, context: int) -> int:
     """Print statistics, and write report and pictures to `out`, where there is one; UserError where no row could be read."""
     with importing():
-        from train.data.inspect.pictures import draw_all
+        from train.data.inspect.collect import draw_all
 
     if collected.damaged and not collected.all.rows:
         raise UserError(collected.damaged[0])
     show_stats(collected)
     if out is not None:
-        make_folder(out)
-        save_report(out / STATS, plain(collected, data))
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / STATS, plain(collected, data))
         print(f"wrote {', '.join(str(file) for file in [out / STATS, *draw_all(collected, out, context)])}")
     return 0
 
 
 def show_stats(collected: Collected) -> None:
     """Prints the tables on standard output."""
+    from train.data.inspect.collect import summary
+
     whole = collected.all
     print(
         f"{counted(whole.rows, 'row')}, {counted(whole.turns, 'turn')}, {duration(whole.question_seconds)} of spoken "
@@ -232,24 +228,17 @@ def show_stats(collected: Collected) -> None:
             _show_groups(name, groups)
     _show_texts(collected)
     rows = []
-    for name, sample in collected.samples.items():
-        summary = sample.summary()
-        rows.append([name, str(sample.count), *(f"{summary[column]:.4g}" for column in COLUMNS)])
+    for name, values in collected.samples.items():
+        of = summary(values)
+        rows.append([name, str(of["count"]), *(f"{of[column]:.4g}" for column in COLUMNS)])
     if rows:
         print_table("lengths; spaces are no characters", ("", "count", *COLUMNS.values()), rows)
     for codec in collected.codes:
-        uses = collected.use(codec)
-        cells = [
-            [
-                f"audio{i}",
-                str(len(use.counts)),
-                f"{100 * use.used:.1f}",
-                f"{use.entropy:.2f}",
-                f"{math.log2(max(1, len(use.counts))):.2f}",
-                f"{100 * float(use.shares[0]) if len(use.shares) else 0:.1f}",
-            ]
-            for i, use in enumerate(uses)
-        ]
+        cells = []
+        for i, use in enumerate(collected.use(codec)):
+            most, first = math.log2(max(1, len(use.counts))), float(use.shares[0]) if len(use.shares) else 0
+            figures = f"{100 * use.used:.1f}", f"{use.entropy:.2f}", f"{most:.2f}", f"{100 * first:.1f}"
+            cells.append([f"audio{i}", str(len(use.counts)), *figures])
         print_table(f"codes of {codec}", ("stream", "codes", "used %", "entropy, bits", "at most", "most frequent %"), cells)
 
 
@@ -258,7 +247,7 @@ def _show_texts(collected: Collected) -> None:
     for side, counts in collected.texts.items():
         plain = counts.plain()
         spoken = collected.samples.get(f"{side} seconds")
-        mean = f"{spoken.mean:.2f}" if spoken else ""
+        mean = f"{sum(spoken) / len(spoken):.2f}" if spoken else ""
         if counts.texts:
             rows.append([f"{side}s", *(str(plain[name]) for name in TEXT_COLUMNS), mean])
     if rows:
@@ -267,16 +256,11 @@ def _show_texts(collected: Collected) -> None:
 
 def _show_groups(name: str, groups: dict[str, Group]) -> None:
     order = sorted(groups, key=lambda value: (-groups[value].rows, value))
-    rows = [
-        [
-            value or "(none)",
-            str(groups[value].rows),
-            str(groups[value].turns),
-            duration(groups[value].question_seconds),
-            duration(groups[value].answer_seconds),
-        ]
-        for value in order[:SHOWN]
-    ]
+    rows = []
+    for value in order[:SHOWN]:
+        group = groups[value]
+        lengths = duration(group.question_seconds), duration(group.answer_seconds)
+        rows.append([value or "(none)", str(group.rows), str(group.turns), *lengths])
     more = f" ({len(order)}, the {SHOWN} largest)" if len(order) > SHOWN else ""
     print_table(f"by {name}{more}", (name, "rows", "turns", "questions", "answers"), rows)
 
@@ -294,19 +278,18 @@ def run_listen(argv: Sequence[str]) -> int:
         "--out", type=given_path, help="folder for the WAV files; listen-DATA-ROW in this one where none is named"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace files of other sounds that are there")
-    add_options(parser)
+    add_target(parser)
     parser.add_argument("--task", type=str, help="what it is drawn as; the row's own or the first that fits")
     parser.add_argument("--columns", type=int, default=24, help="time steps that are drawn at either end of a long example")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec; by default those in the model's folder")
     chosen = parser.read(argv)
     check_least(chosen, columns=1)
-    scan, codecs = Scan(chosen["data"]), Codecs(own_codec(chosen))
-    target = chosen_target(chosen)
-    with importing():
-        from train.data.inspect.collect import FIELDS
-
+    own = chosen["model"] / CODEC if chosen["model"] is not None else None
+    codecs = Codecs(chosen["codec_folder"] or (own if own is not None and own.is_dir() else None))
+    scan, target = Scan(chosen["data"]), chosen_target(chosen)
     row = find_row(scan, chosen["row"])
-    print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in ("id", *FIELDS)))
+    fields = ("id", "source", "language", "speaker", "task")
+    print(f"{row.where}: " + ", ".join(f"{name} {getattr(row, name)!r}" for name in fields))
     out = chosen["out"] or own_folder(scan.path, chosen["row"])
     for line in sounds(row, out, codecs, chosen["overwrite"]):
         print(line)

@@ -1,4 +1,5 @@
-"""Collects statistics of rows in memory: four bytes for each value of a measure, beyond ten million rows they may not suffice.
+"""Collects statistics of rows in memory, and draws them: eight bytes for each value of a measure, beyond ten million rows they
+may not suffice.
 
 Dimensions: A audio streams, F frames.
 """
@@ -9,8 +10,9 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,11 @@ from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.generate.question import read_system
 from omni.tasks import Task, Turn, system_message
+from omni.utils.charts import GRID, INK, drawn
 from train.data.batching.examples import turn_columns
 from train.data.inspect.checks import characters
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, head, text_digest
-from train.data.inspect.options import Target
+from train.data.inspect.scan import Target
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 
 NAMED = 2000
@@ -75,42 +78,11 @@ MOST_CODES = 1 << 20
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
 
 
-class Sample:
-    """Values of a measure, kept in single precision, and their sum."""
-
-    def __init__(self) -> None:
-        self.total, self.least, self.most = 0.0, math.inf, -math.inf
-        self._values = array("f")
-
-    def add(self, value: float) -> None:
-        self.total += value
-        self.least, self.most = min(self.least, value), max(self.most, value)
-        self._values.append(value)
-
-    def merge(self, other: Sample) -> None:
-        """Add the values of other rows."""
-        self.total += other.total
-        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
-        self._values.extend(other._values)
-
-    @property
-    def count(self) -> int:
-        return len(self._values)
-
-    @property
-    def values(self) -> np.ndarray:
-        """The values, [n]."""
-        return np.array(self._values, np.float32)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-    def summary(self) -> dict[str, float]:
-        """Compute count, mean, extremes and percentiles."""
-        at = np.percentile(self.values, PERCENTS)
-        percentiles = {f"p{percent}": float(value) for percent, value in zip(PERCENTS, at, strict=True)}
-        return {"count": self.count, "mean": self.mean, "min": self.least, **percentiles, "max": self.most}
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Count, mean, extremes and percentiles of a measure."""
+    percentiles = zip(PERCENTS, np.percentile(values, PERCENTS).tolist(), strict=True)
+    ends = {"mean": float(np.mean(values)), "min": min(values), **{f"p{percent}": value for percent, value in percentiles}}
+    return {"count": len(values), **ends, "max": max(values)}
 
 
 @dataclass
@@ -125,10 +97,6 @@ class Group:
     def add(self, other: Group) -> None:
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
-
-    def plain(self) -> dict[str, int | float]:
-        """Convert to plain data, for a report."""
-        return dict(vars(self))
 
 
 @dataclass
@@ -159,6 +127,7 @@ class Collected:
     """Statistics of rows.
 
     Attributes:
+        samples: values of the measures.
         codes: by codec, counts [codes] of each stream in the model's order.
         noted: numbers of rows or turns that could not be measured, by reason.
         damaged: files and parts of files that cannot be read, with the reason.
@@ -166,7 +135,7 @@ class Collected:
 
     all: Group = field(default_factory=Group)
     groups: dict[str, dict[str, Group]] = field(default_factory=lambda: {name: {} for name in FIELDS})
-    samples: dict[str, Sample] = field(default_factory=dict)
+    samples: dict[str, array[float]] = field(default_factory=dict)
     texts: dict[str, TextCounts] = field(default_factory=lambda: {"question": TextCounts(), "answer": TextCounts()})
     codes: dict[str, list[np.ndarray]] = field(default_factory=dict)
     noted: Counter[str] = field(default_factory=Counter)
@@ -178,8 +147,8 @@ class Collected:
         for name, groups in other.groups.items():
             for value, group in groups.items():
                 self.add_group(name, value, group)
-        for name, sample in other.samples.items():
-            self.sample(name).merge(sample)
+        for name, values in other.samples.items():
+            self.add_values(name, values)
         for side, texts in other.texts.items():
             self.texts[side].merge(texts)
         for codec, counts in other.codes.items():
@@ -187,9 +156,9 @@ class Collected:
         self.noted.update(other.noted)
         self.damaged += other.damaged
 
-    def sample(self, name: str) -> Sample:
-        """The values of a measure."""
-        return self.samples.setdefault(name, Sample())
+    def add_values(self, name: str, values: Sequence[float]) -> None:
+        """Add values of a measure."""
+        self.samples.setdefault(name, array("d")).extend(values)
 
     def add_group(self, name: str, value: str, rows: Group) -> None:
         """Count rows with one value of a field."""
@@ -230,7 +199,7 @@ class Collector:
     def add(self, row: Row) -> None:
         """Count a row."""
         mine = Group(rows=1, turns=len(row.turns))
-        self._note("turns a row", len(row.turns))
+        self.done.add_values("turns a row", [len(row.turns)])
         lengths = []
         for turn in row.turns:
             asked, spoken = self._seconds(turn.question_audio), self._seconds(turn.answer_audio)
@@ -250,9 +219,6 @@ class Collector:
             if row.task in ("", task.name):
                 self._columns(row, task, lengths)
 
-    def _note(self, name: str, value: float) -> None:
-        self.done.sample(name).add(value)
-
     def _seconds(self, sound: Sound | None) -> float | None:
         if sound is None:
             return None
@@ -266,13 +232,13 @@ class Collector:
         count = characters(text)
         self.done.texts[side].add(text)
         if seconds is not None:
-            self._note(f"{side} seconds", seconds)
+            self.done.add_values(f"{side} seconds", [seconds])
         if count:
-            self._note(f"{side} characters", count)
+            self.done.add_values(f"{side} characters", [count])
             if self.target is not None:
-                self._note(f"{side} tokens", len(self.target.tokenizer.encode(text)))
+                self.done.add_values(f"{side} tokens", [len(self.target.tokenizer.encode(text))])
             if seconds:
-                self._note(f"{side} characters a second", count / seconds)
+                self.done.add_values(f"{side} characters a second", [count / seconds])
 
     def _codes(self, codes: Codes) -> None:
         try:
@@ -280,7 +246,7 @@ class Collector:
         except BadCodes as error:
             self.done.noted[f"codes not counted: {error.kind.replace('_', ' ')}"] += 1
             return
-        self._note("answer frames", frames.shape[1])
+        self.done.add_values("answer frames", [frames.shape[1]])
         facts = self.codecs.facts(codes.codec)
         sizes = facts.sizes if facts is not None else (0,) * len(frames)
         if facts is None and not 0 <= int(frames.min()) <= int(frames.max()) < MOST_CODES:
@@ -290,63 +256,116 @@ class Collector:
 
     def _columns(self, row: Row, task: Task, lengths: list[tuple[float | None, float | None]]) -> None:
         assert self.target is not None
+        config = self.target.config
         if any(turn.lacks(task) for turn in row.turns):
             self.done.noted[f"rows that lack what {task.name} needs"] += 1
             return
         try:
-            system = read_system(row.system, self.target.tokenizer)
-            count = len(system_message(self.target.config.layout, system))
-            count += sum(self._turn_columns(turn, task, *times) for turn, times in zip(row.turns, lengths, strict=True))
-        except _NotCounted as why:
+            count = len(system_message(config.layout, read_system(row.system, self.target.tokenizer)))
+            for turn, (asked, spoken) in zip(row.turns, lengths, strict=True):
+                count += self._turn_columns(self.target, turn, task, asked, spoken)
+        except UserError as why:
             self.done.noted[f"rows not counted for {task.name}: {why}"] += 1
             return
-        self._note(f"columns {task.name}", count)
-        if count > self.target.config.decoder.context:
+        self.done.add_values(f"columns {task.name}", [count])
+        if count > config.decoder.context:
             self.done.noted[f"rows of more columns than the decoder's context as {task.name}"] += 1
 
-    def _turn_columns(self, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
-        """Number of columns that `train.data.batching.examples` would make of a turn."""
-        assert self.target is not None
-        config, tokenizer = self.target.config, self.target.tokenizer
-        features = 0
+    def _turn_columns(self, target: Target, turn: RowTurn, task: Task, asked: float | None, spoken: float | None) -> int:
+        """Number of columns that `train.data.batching.examples` would make of a turn; UserError where that is not known."""
+        config, encode = target.config, target.tokenizer.encode
+        features, codes = 0, None
         if task.question == "audio":
-            features = sum(-(-frames // config.projector.stack) for frames in self._clip_frames(asked))
-        codes = None
+            if not asked:
+                raise UserError("a recording cannot be read")
+            try:
+                clips = config.encoder.clips(math.ceil(asked * SAMPLE_RATE - 1e-6))
+            except UserError as error:
+                raise UserError("a question is longer than the encoder takes") from error
+            features = sum(-(-config.encoder.frames(clip) // config.projector.stack) for clip in clips)
         if task.audio:
-            codes = torch.zeros(config.layout.n_audio, self._frames(turn, spoken), dtype=torch.long)
-        text = turn.written(task)
-        made = Turn(
-            task,
-            features=features,
-            question=tokenizer.encode(turn.question_text) if task.question == "text" else (),
-            text=tokenizer.encode(text) if task.text else None,
-            codes=codes,
-        )
-        return len(turn_columns(config.layout, made))
+            frames = self._answer_frames(turn, config.codec, spoken)
+            codes = torch.zeros(config.layout.n_audio, frames, dtype=torch.long)
+        question = encode(turn.question_text) if task.question == "text" else ()
+        text = encode(turn.written(task)) if task.text else None
+        return len(turn_columns(config.layout, Turn(task, features=features, question=question, text=text, codes=codes)))
 
-    def _clip_frames(self, seconds: float | None) -> Iterator[int]:
-        assert self.target is not None
-        encoder = self.target.config.encoder
-        if not seconds:
-            raise _NotCounted("a recording cannot be read")
-        try:
-            clips = encoder.clips(math.ceil(seconds * SAMPLE_RATE - 1e-6))
-        except UserError as error:
-            raise _NotCounted("a question is longer than the encoder takes") from error
-        return (encoder.frames(clip) for clip in clips)
-
-    def _frames(self, turn: RowTurn, spoken: float | None) -> int:
-        assert self.target is not None
-        codec = self.target.config.codec
+    def _answer_frames(self, turn: RowTurn, codec: str, spoken: float | None) -> int:
+        """Number of frames of an answer in a codec; UserError where that is not known."""
         if turn.answer_codes is not None:
             if turn.answer_codes.codec == codec and turn.answer_codes.frames.ndim == 2:
                 return turn.answer_codes.frames.shape[1]
-            raise _NotCounted(f"its codes are not of {codec}")
+            raise UserError(f"its codes are not of {codec}")
         facts = self.codecs.facts(codec)
         if facts is None or facts.frame_rate is None or spoken is None:
-            raise _NotCounted(f"the frames of an answer as {codec} are not known")
+            raise UserError(f"the frames of an answer as {codec} are not known")
         return math.ceil(spoken * facts.frame_rate - 1e-6)
 
 
-class _NotCounted(Exception):
-    """Raised where a row's columns cannot be counted; the message is the reason."""
+# --- pictures -----------------------------------------------------------------------------------------------------------
+
+PANELS = {
+    "durations.png": (("question seconds", "answer seconds"), "seconds", "turns"),
+    "texts.png": (("question characters", "answer characters", "question tokens", "answer tokens"), "length", "turns"),
+    "rates.png": (("question characters a second", "answer characters a second"), "characters a second", "turns"),
+}
+"""Charts by file name: the measures, one panel each where there are any, and the labels of the axes."""
+
+
+def draw_all(collected: Collected, folder: Path, context: int = 0) -> list[Path]:
+    """Draw all charts that have data into `folder`; `context` is the model's, marked in the chart of columns."""
+    columns = [name for name in collected.samples if name.startswith("columns ")]
+    files = []
+    for name, (measures, x, y) in {**PANELS, "columns.png": (columns, "time steps of an example", "rows")}.items():
+        samples = {measure: np.array(collected.samples[measure]) for measure in measures if measure in collected.samples}
+        if samples:
+            files.append(_histograms(folder / name, samples, x, y, context if measures is columns else 0))
+    return files + [_codes(folder / f"codes-{codec}.png", codec, collected.use(codec)) for codec in collected.codes]
+
+
+def _histograms(file: Path, samples: dict[str, np.ndarray], x: str, y: str, limit: int) -> Path:
+    with drawn(file, len(samples), 1, (8, 2.1 * len(samples) + 0.5)) as axes:
+        edges = _edges(list(samples.values()))
+        for i, (axis, (name, values)) in enumerate(zip(axes[:, 0], samples.items(), strict=True)):
+            axis.hist(np.clip(values, None, edges[-1]), edges, color=f"C{i}")  # larger values count in the last bar
+            middle = float(np.median(values))
+            axis.axvline(middle, color=INK, linewidth=1, linestyle="--")
+            beyond = int((values > edges[-1]).sum())
+            rest = f", the last bar holds {beyond} beyond it up to {values.max():.4g}" if beyond else ""
+            axis.set_title(f"{name}: {len(values)}, median {middle:.4g}{rest}")
+            axis.set(ylabel=y, xlim=(edges[0], edges[-1]))
+            if limit and limit <= edges[-1]:
+                axis.axvline(limit, color="C3", linewidth=1.4)
+        axes[-1, 0].set_xlabel(x + (f" (red: the decoder's context, {limit})" if limit and limit <= edges[-1] else ""))
+    return file
+
+
+def _edges(samples: Sequence[np.ndarray]) -> np.ndarray:
+    """Edges of about fifty bars from 0 to the largest value, or to the 99.5th percentile where that value is more than 1.5
+    times as large; for whole numbers, every bar covers equally many of them."""
+    usual = [(float(values.max()), float(np.percentile(values, 99.5))) for values in samples]
+    top = max(most if most <= 1.5 * often else often for most, often in usual) or 1.0
+    if not all((values == np.round(values)).all() for values in samples):
+        return np.linspace(0, top, 51)
+    step = max(1, math.ceil((top + 1) / 50))
+    return np.arange(0, math.ceil((top + 1) / step) + 1) * step - 0.5
+
+
+def _codes(file: Path, codec: str, streams: Sequence[StreamUse]) -> Path:
+    """Draw the frequencies of each stream's codes, and their entropy."""
+    with drawn(file, 1, 2, (10, 3.8)) as axes:
+        left, right = axes[0]
+        for i, use in enumerate(streams):
+            if len(use.shares):
+                label = f"audio{i}" if len(streams) <= 16 else None
+                left.plot(np.arange(1, len(use.shares) + 1), use.shares, color=f"C{i}", label=label)
+        left.set(xscale="log", yscale="log", xlabel="code, by frequency", ylabel="share of the frames")
+        left.set_title(f"{codec}: how often each code occurs")
+        places = np.arange(len(streams))
+        most = [math.log2(max(2, len(use.counts))) for use in streams]
+        right.bar(places, most, color=GRID, label="at most (log2 of the codebook)")
+        right.bar(places, [use.entropy for use in streams], color=[f"C{i}" for i in places], width=0.6)
+        right.set_xticks(places, [str(i) for i in places])
+        right.set(xlabel="audio stream", ylabel="bits", ylim=(0, max(most) * 1.2))
+        right.set_title("entropy of a code")
+    return file

@@ -12,25 +12,23 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.resample import resample
-from omni.config import from_dict
 from omni.errors import UserError
 from omni.files import LOCK, locked, write_json
-from omni.utils.configuration import read_yaml
-from train.console.progress import Progress, percent
+from omni.utils.configuration import read_yaml, validate
+from train.console.progress import Display, Progress, percent
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, stored_bytes
-from train.data.inspect.options import make_folder
-from train.data.inspect.scan import FoundRow, Scan, display_of, over
+from train.data.inspect.scan import FoundRow, Scan, over
 from train.data.prepare.config import BLOCK
 from train.data.prepare.prepare import occupied, place_for
 from train.data.prepare.rows import PreparedBlock, PrepareTally
 from train.data.prepare.shards import REPORT, ShardWriter, listed
-from train.data.rows.row import Row, RowTurn, Sound
+from train.data.rows.row import Codes, Row, RowTurn, Sound
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -111,7 +109,7 @@ def read_rules(file: Path) -> Rules:
         raise UserError(f"rules {file} do not exist: name a YAML file, such as one with 'question_seconds: {{max: 30}}'")
     data = read_yaml(file, "rules")
     try:
-        return from_dict(Rules, data or {}, "rules")
+        return validate(Rules, data or {})
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
 
@@ -132,17 +130,13 @@ def broken_rules(rules: Rules, row: Row, checked: Checked) -> Iterator[tuple[str
     for number, (turn, heard) in enumerate(zip(row.turns, checked.turns, strict=True)):
         prefix = f"turn {number}: " if len(row.turns) > 1 else ""
         for needed in rules.require:
-            if not _has(turn, needed):
+            part = getattr(turn, needed)
+            if part is None or (isinstance(part, str) and not part.strip()):
                 yield "require", f"{prefix}there is no {needed}"
         for name, quantity, value in _values(turn, heard):
             bounds: Range | None = getattr(rules, name)
             if bounds is not None and value is not None and (why := bounds.outside(value)):
                 yield name, f"{prefix}{quantity} {why}"
-
-
-def _has(turn: RowTurn, name: str) -> bool:
-    value = getattr(turn, name)
-    return bool(value.strip()) if isinstance(value, str) else value is not None
 
 
 def _values(turn: RowTurn, heard: CheckedTurn) -> Iterator[tuple[str, str, float | None]]:
@@ -182,30 +176,24 @@ class JudgedRow:
     tally: PrepareTally = field(default_factory=PrepareTally)
 
 
-class JudgedBlock(NamedTuple):
-    """Some items, and the rows to store of those that have no reason to be dropped but as duplicates."""
-
-    items: list[JudgedRow]
-    rows: pa.Table
+JudgedBlock = tuple[list[JudgedRow], "pa.Table"]
+"""Some items, and the rows to store of those that have no reason to be dropped but as duplicates."""
 
 
-class KeptDigests:
-    """Digests of the kept rows, by which later ones are duplicates; beyond ten million rows memory may not suffice."""
+def reasons_to_drop(judged: JudgedRow, kept: dict[str, set[int]]) -> list[Reason]:
+    """Reasons to drop the next item: its own, as a duplicate of one that is kept, or as it is heard; none where it is kept.
 
-    def __init__(self, rules: Rules) -> None:
-        self._kept = {name: set[int]() for name in rules.drop_duplicates}
-
-    def reasons(self, judged: JudgedRow) -> list[Reason]:
-        """Reasons to drop the next item: its own, as a duplicate, or as it is heard. None: it is kept."""
-        if judged.reasons:
-            return judged.reasons
-        for name, kept in self._kept.items():
-            if not kept.isdisjoint(judged.digests[name]):
-                return [("drop_duplicates", f"an earlier row has the same {name.replace('_', ' ')}")]
-        if not judged.heard:
-            for name, kept in self._kept.items():
-                kept.update(judged.digests[name])
-        return judged.heard
+    `kept`: digests of the rows that are kept, by rule of `drop_duplicates`; beyond ten million rows memory may not suffice.
+    """
+    if judged.reasons:
+        return judged.reasons
+    for name, digests in kept.items():
+        if not digests.isdisjoint(judged.digests[name]):
+            return [("drop_duplicates", f"an earlier row has the same {name.replace('_', ' ')}")]
+    if not judged.heard:
+        for name, digests in kept.items():
+            digests.update(judged.digests[name])
+    return judged.heard
 
 
 class RowFilter:
@@ -229,7 +217,10 @@ class RowFilter:
         reasons = reasons or ([] if heard else _embed(item, item.row))
         whole = [] if checked.whole is None else [checked.whole]
         digests = {"row": whole, "question_audio": checked.audio, "text": checked.pairs}
-        return JudgedRow(of, reasons, {name: digests[name] for name in self.rules.drop_duplicates}, heard, _tally(checked))
+        asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
+        spoken = sum(turn.spoken or 0.0 for turn in checked.turns)
+        tally = PrepareTally(rows=1, turns=len(checked.turns), question_seconds=asked, answer_seconds=spoken)
+        return JudgedRow(of, reasons, digests, heard, tally)
 
     def heard(self, row: Row) -> list[Reason]:
         """Reasons of the rule `max_wer`. UserError where an answer cannot be decoded."""
@@ -248,7 +239,7 @@ class RowFilter:
                     out.append(("max_wer", f"answer {number}: its codes are of {codes.codec!r}, which cannot be decoded here"))
                     continue
                 try:
-                    audio = self._audio(row, number, side)
+                    audio = self._audio(getattr(turn, f"{side}_audio"), codes)
                 except UserError as error:
                     raise UserError(f"{row.where}: {error}") from error
                 if audio is None:
@@ -261,20 +252,18 @@ class RowFilter:
                     out.append(("max_wer", f"{side} {number}: {said}; heard {heard!r}"))
         return out
 
-    def _audio(self, row: Row, number: int, side: str) -> Any:
-        """Load a side's sound [S] at 16 kHz, from its recording or its codes; None where it has neither."""
-        turn = row.turns[number]
-        sound: Sound | None = getattr(turn, f"{side}_audio")
+    def _audio(self, sound: Sound | None, codes: Codes | None) -> Any:
+        """The samples [S] at 16 kHz of a recording, or else of codes; None where there is neither, or it cannot be read, in a
+        row that `drop_errors: false` keeps."""
         try:
             if sound is not None:
                 return load(sound, SAMPLE_RATE)[0]
-            if side == "answer" and turn.answer_codes is not None:
-                codec = self.codecs.load(turn.answer_codes.codec)
-                decoded = codec.decode(self.codecs.streams(turn.answer_codes)).cpu()
-                return resample(decoded, codec.sample_rate, SAMPLE_RATE)
+            if codes is None:
+                return None
+            codec = self.codecs.load(codes.codec)
+            return resample(codec.decode(self.codecs.streams(codes)).cpu(), codec.sample_rate, SAMPLE_RATE)
         except (BadSound, BadCodes):
-            return None  # an unreadable recording in a row that drop_errors: false keeps
-        return None
+            return None
 
 
 def row_judge(
@@ -288,13 +277,13 @@ def row_judge(
     def block(items: list[FoundRow]) -> JudgedBlock:
         judged = [judge(item) for item in items]
         plain = [item.plain for item, row in zip(items, judged, strict=True) if not (row.reasons or row.heard)]
-        return JudgedBlock(judged, pa.Table.from_pylist(plain, schema=scan.schema))
+        return judged, pa.Table.from_pylist(plain, schema=scan.schema)
 
-    def judge_all(rows: range) -> list[JudgedBlock]:
+    def blocks(rows: range) -> list[JudgedBlock]:
         items = iter(scan.part(rows))
         return [block(chunk) for chunk in iter(lambda: list(islice(items, BLOCK)), [])]
 
-    return judge_all
+    return blocks
 
 
 def filter_rows(
@@ -311,20 +300,22 @@ def filter_rows(
     the folder of the rows are embedded; those elsewhere (`Reference`) stay there. `whisper` loads what hears for the rule
     `max_wer`, in each process. UserError: no such data, `out` is there already or made by another process, no row is kept, no
     space left; see also `imap`."""
-    scan = Scan(data, progress)
+    scan = Scan(data)
     if occupied(out):
         raise UserError(f"output {out} exists: choose another, or remove it")
     out = place_for(out)
-    make_folder(out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
     work = out.with_name(f"{out.name}.filtering")
     with locked(work):
         for left in work.iterdir():  # left by a process that was killed
             if left.name != LOCK:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-        display = display_of(progress, scan)
+        start = partial(row_judge, scan, rules, codecs or Codecs(), whisper)
         try:
-            start = partial(row_judge, scan, rules, codecs or Codecs(), whisper)
-            with closing(over(scan, start, processes, display, BLOCK)) as judged:
+            with (
+                closing(Display(len(scan), mode=progress)) as display,
+                closing(over(scan, start, processes, display, BLOCK)) as judged,
+            ):
                 report = _fill(scan, work, chain.from_iterable(judged), rules, shard_mb)
             shutil.rmtree(work / "notes")
             (work / LOCK).unlink()
@@ -332,21 +323,20 @@ def filter_rows(
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
-        finally:
-            display.close()
     return report
 
 
 def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, shard_mb: int) -> dict[str, Any]:
     import pyarrow as pa
 
-    kept, shards, counts, dropped, lost = KeptDigests(rules), ShardWriter(work, shard_mb << 20), Counter[str](), 0, list[str]()
+    kept: dict[str, set[int]] = {name: set() for name in rules.drop_duplicates}
+    shards, counts, dropped, lost = ShardWriter(work, shard_mb << 20), Counter[str](), 0, list[str]()
     try:
         with open(work / DROPPED, "w", encoding="utf-8") as log:
-            for block in blocks:
+            for judged, table in blocks:
                 tally, taken = PrepareTally(), list[bool]()
-                for row in block.items:
-                    reasons, rows = kept.reasons(row), row.item.get("count", 1)
+                for row in judged:
+                    reasons, rows = reasons_to_drop(row, kept), row.item.get("count", 1)
                     tally.items += rows
                     if not (row.reasons or row.heard):
                         taken.append(not reasons)
@@ -359,8 +349,8 @@ def _fill(scan: Scan, work: Path, blocks: Iterable[JudgedBlock], rules: Rules, s
                     dropped += rows
                     line = {**row.item, "reasons": [{"rule": name, "text": text} for name, text in reasons]}
                     log.write(json.dumps(line, ensure_ascii=False) + "\n")
-                rows_kept = block.rows.filter(pa.array(taken, pa.bool_()))
-                shards.add(PreparedBlock(shards.last, shards.last + tally.items, rows_kept, tally))
+                table = table.filter(pa.array(taken, pa.bool_()))
+                shards.add(PreparedBlock(shards.last, shards.last + tally.items, table, tally))
         shards.finish()
     finally:
         shards.abandon()
@@ -398,10 +388,3 @@ def _embed(item: FoundRow, row: Row) -> list[Reason]:
     except BadSound as error:
         return [(error.kind, str(error))]
     return []
-
-
-def _tally(checked: Checked) -> PrepareTally:
-    """Counts of a row that is kept, but of the items."""
-    asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
-    spoken = sum(turn.spoken or 0.0 for turn in checked.turns)
-    return PrepareTally(rows=1, turns=len(checked.turns), question_seconds=asked, answer_seconds=spoken)

@@ -13,8 +13,7 @@ from omni.codec.registry import CODECS
 from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, measure
-from train.data.inspect.options import Target, make_folder
-from train.data.inspect.scan import Scan
+from train.data.inspect.scan import Scan, Target
 from train.data.rows.files import one_line
 from train.data.rows.row import Row, Sound
 
@@ -58,31 +57,28 @@ def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> l
     to be replaced."""
     lines = []
     for number, turn in enumerate(row.turns):
-        for side, text, sound in (
-            ("question", turn.question_text, turn.question_audio),
-            ("answer", turn.answer_text, turn.answer_audio),
-        ):
+        for side in ("question", "answer"):
+            text, sound = getattr(turn, f"{side}_text"), getattr(turn, f"{side}_audio")
             if text:
                 lines.append(f"{side} {number}: {text!r}")
             if sound is not None:
                 lines.append(f"{side} {number}: {_recording(sound, folder / f'{side}-{number}.wav', overwrite)}")
-        if turn.answer_codes is not None:
-            codes = turn.answer_codes
-            shape = f"{codes.codec} codes {list(codes.frames.shape)}, order {codes.order!r}"
+        if (codes := turn.answer_codes) is not None:
+            shape = f"answer {number}: {codes.codec} codes {list(codes.frames.shape)}, order {codes.order!r}"
             try:
                 codec = codecs.load(codes.codec)
                 audio = codec.decode(codecs.streams(codes)).cpu()
             except (BadCodes, UserError) as error:
-                lines.append(f"answer {number}: {shape}, not decoded: {error}")
+                lines.append(f"{shape}, not decoded: {error}")
                 continue
             file = _written(folder / f"answer-{number}-codes.wav", audio, codec.sample_rate, overwrite)
-            lines.append(f"answer {number}: {shape}, {len(audio) / codec.sample_rate:.2f} s: {file}")
+            lines.append(f"{shape}, {len(audio) / codec.sample_rate:.2f} s: {file}")
     return lines
 
 
 def _written(file: Path, samples: Tensor, rate: int, overwrite: bool) -> Path:
     """Write samples [S] to a WAV file; one with the same samples is left as it is."""
-    make_folder(file.parent)
+    file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and not overwrite:
         with tempfile.TemporaryDirectory() as folder:
             if not filecmp.cmp(write_wav(Path(folder) / file.name, samples, rate), file, shallow=False):
@@ -140,19 +136,20 @@ def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:
     """The model's codec; where its weights are not available, one of which only name and codebook sizes are known."""
     from omni.codec.base import AudioCodec, CodecStream
 
-    class CodeChecks(AudioCodec):
-        sample_rate = frame_samples = 1
-
-        def __init__(self, name: str, sizes: tuple[int, ...]) -> None:
-            self.name, self.codebook_sizes = name, sizes
-
-        def stream(self, seed: int = 0) -> CodecStream:
-            raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")
-
-        def _encode(self, audio: Tensor) -> Tensor:
-            raise UserError(f"codec {self.name} has no weights here: give them with --codec_folder")
-
     name = target.config.codec
     if codecs.folder is not None or not CODECS.find(name).weights or any(turn.answer_codes is None for turn in row.turns):
         return codecs.load(name)
-    return CodeChecks(name, target.config.layout.codebook_sizes)
+
+    class CodeChecks(AudioCodec):
+        sample_rate = frame_samples = 1
+        codebook_sizes = target.config.layout.codebook_sizes
+
+        def stream(self, seed: int = 0) -> CodecStream:
+            raise NotImplementedError
+
+        def _encode(self, audio: Tensor) -> Tensor:
+            raise NotImplementedError
+
+    checks = CodeChecks()
+    checks.name = name
+    return checks

@@ -138,10 +138,6 @@ def text_digest(*texts: str) -> int:
     return digest(*(" ".join(text.casefold().split()).encode() for text in texts))
 
 
-def _has_weights(name: str) -> bool:
-    return name not in sorted(CODECS) or bool(CODECS.find(name).weights)
-
-
 class BadCodes(ValueError):
     """Codes that no model can use; `kind` is `codes_order`, `codes_shape` or `codes_range`."""
 
@@ -167,7 +163,7 @@ class Codecs:
 
     def facts(self, name: str) -> CodesKind | None:
         """Sizes and rate of a codec; None for an unknown one. UserError where the weights are of no codec at all."""
-        if self.folder is None or not _has_weights(name) or self.foreign(name):
+        if self.folder is None or self.foreign(name) or not CODECS[name].weights:
             return codes_kinds().get(name)
         codec = self.load(name)
         return CodesKind(tuple(codec.codebook_sizes), codec.frame_rate)
@@ -175,10 +171,10 @@ class Codecs:
     def foreign(self, name: str) -> bool:
         """True where a codec can never be loaded here: there is none of that name, or the weights are another codec's."""
         if name not in self._foreign:
-            own = self.folder is not None and name in sorted(CODECS) and _has_weights(name)
-            others = (other for other in sorted(CODECS) if other != name and _has_weights(other))
-            unfit = own and not self._fits(name) and any(map(self._fits, others))
-            self._foreign[name] = name not in sorted(CODECS) or unfit
+            with_weights = [known for known in sorted(CODECS) if CODECS[known].weights]
+            own = self.folder is not None and name in with_weights
+            unfit = own and not self._fits(name) and any(self._fits(other) for other in with_weights if other != name)
+            self._foreign[name] = name not in CODECS or unfit
         return self._foreign[name]
 
     def _fits(self, name: str) -> bool:

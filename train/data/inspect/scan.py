@@ -1,4 +1,5 @@
-"""Reads the rows of Parquet files in their order, a few at a time, in any number of processes, and goes on after damaged parts.
+"""Reads the rows of Parquet files in their order, a few at a time, in any number of processes, and goes on after damaged parts;
+and the options of the commands that do so.
 
 `train.data.rows.parquet.StoredRows` refuses damaged files, as training must; a scan reports them.
 """
@@ -10,14 +11,18 @@ import copy
 import itertools
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.checkpoint.places import TOKENIZER, check_folder
+from omni.config import ModelConfig, preset
 from omni.errors import UserError
-from train.console.progress import Display, Progress
+from omni.utils.process import importing
+from train.console.command import Parser, check_least, given_model, given_path
+from train.console.progress import Display
 from train.data.executor import Processes, Result, imap
 from train.data.readers.containers import plain_rows
 from train.data.rows.files import check_columns, find_files, footer, one_line, opened, parallel_map
@@ -27,9 +32,8 @@ from train.data.rows.row import Row, features, from_plain
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
+    from omni.text import Tokenizer
 
-MANY = 500
-"""Number of files that are opened without a word."""
 
 BATCH = 16
 """Rows in memory at once, besides the pages they are read from."""
@@ -70,19 +74,14 @@ class Scan:
         start, stop: row groups that begin from row `start` on and before `stop` are iterated over.
     """
 
-    def __init__(self, path: str | os.PathLike[str], progress: Progress = "off") -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         listed = find_files(path)
         self.path, self.folder, self.files, self.report = (listed.path, listed.folder, listed.files, listed.described)
         self.schema = features().arrow_schema
         counts = listed.counts()
         self._footers: dict[int, tuple[pq.FileMetaData | None, str]] = {}
         if counts is None:
-            display = Display(len(self.files), mode=progress if len(self.files) > MANY else "off")
-            counts = []
-            for metadata, _ in parallel_map(self._head, self.files):
-                counts.append(metadata.num_rows if metadata else 0)
-                display.tick(1, 0.0)
-            display.close()
+            counts = [metadata.num_rows if metadata else 0 for metadata, _ in parallel_map(self._head, self.files)]
         self._ends = list(itertools.accumulate(counts))
         self._firsts = [0, *self._ends[:-1]]
         self.start, self.stop = 0, sys.maxsize
@@ -208,13 +207,6 @@ class Scan:
             return FoundRow(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
 
 
-class RowDisplay(Display):
-    """Shows rows done, rows a second and the time left."""
-
-    def pace(self) -> str:
-        return ", ".join(part for part in super().pace().split(", ") if "real time" not in part)
-
-
 def over(
     scan: Scan, start: Callable[[], Callable[[range], Result]], processes: Processes, display: Display, most: int = sys.maxsize
 ) -> Generator[Result, None, None]:
@@ -226,6 +218,59 @@ def over(
             display.tick(len(piece), 0.0)
 
 
-def display_of(mode: Progress, *scans: Scan) -> RowDisplay:
-    """Make a display for all rows of some scans."""
-    return RowDisplay(sum(map(len, scans)), mode=mode)
+# --- options ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that rows are for: configuration (without the alignment head, which takes no columns) and tokenizer."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+
+
+def add_target(parser: Parser) -> None:
+    """Add the options that name a model, see `chosen_target`."""
+    parser.add_argument("--model", type=given_model, help="the model folder that the rows are for")
+    parser.add_argument("--preset", type=str, help="or the preset of the model, such as nano")
+    parser.add_argument("--tokenizer", type=given_path, help="tokenizer.json of a preset that does not read bytes")
+
+
+def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
+    """Load configuration and tokenizer of the named model; None where none is named; UserError where they cannot be read."""
+    folder, name, file = chosen["model"], chosen["preset"], chosen["tokenizer"]
+    if folder is not None and name is not None:
+        raise UserError(f"--model {folder} and --preset {name} are both given: name one")
+    if folder is None and name is None:
+        if file is not None:
+            raise UserError(f"--tokenizer {file} is given without a model: name one with --model or --preset")
+        return None
+    if folder is not None:
+        check_folder(folder)
+        file = file or folder / TOKENIZER
+    with importing():
+        from omni.checkpoint.folder import read_config
+        from omni.text import Tokenizer
+
+    config = preset(str(name)) if folder is None else read_config(folder)
+    tokenizer, size = Tokenizer.bytes() if file is None else Tokenizer.from_file(file), config.layout.text.size
+    if file is None and size != len(tokenizer):
+        raise UserError(
+            f"the preset {name} has a text stream of {size} ids, so bytes will not do: give the model's tokenizer.json with "
+            "--tokenizer"
+        )
+    if len(tokenizer) > size:
+        raise UserError(f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {size}; use the model's own")
+    return Target(replace(config, ctc=0, ctc_sounds=0, turn=False), tokenizer)
+
+
+def add_processes(parser: Parser) -> None:
+    """Add the options that say which processes work, see `chosen_processes`."""
+    parser.add_argument("--workers", type=int, help="processes; 0 works in this one, by default one on every core")
+    parser.add_argument("--ray", type=str, default="", help="a Ray cluster whose processes work, see `data prepare`")
+
+
+def chosen_processes(chosen: Mapping[str, Any], device: str = "cpu") -> Processes:
+    """The processes that the options name; UserError where their number is negative."""
+    check_least(chosen, workers=0)
+    return Processes(chosen["workers"], device=device, ray=chosen["ray"])

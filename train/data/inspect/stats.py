@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.tasks import Task
 from omni.utils.remote import spelled
-from train.console.progress import Progress
+from train.console.progress import Display, Progress
 from train.data.executor import HERE, Processes
 from train.data.inspect.measures import Codecs
-from train.data.inspect.options import Target
-from train.data.inspect.scan import Scan, display_of, over
+from train.data.inspect.scan import Scan, Target, over
 
 if TYPE_CHECKING:
     from train.data.inspect.collect import Collected
@@ -41,18 +41,14 @@ def collect(
     """Collect statistics of all rows that can be read; the others are counted as noted."""
     from train.data.inspect.collect import Collected
 
-    done, display = Collected(), display_of(progress, scan)
-    try:
+    done = Collected()
+    with closing(Display(len(scan), mode=progress)) as display:
         for part in over(scan, partial(row_counts, scan, codecs, target, tasks), processes, display):
             done.merge(part)
-    finally:
-        display.close()
     return done
 
 
-def row_counts(
-    scan: Scan, codecs: Codecs, target: Target | None, tasks: tuple[Task, ...]
-) -> Callable[[range], Collected]:  # fmt: skip
+def row_counts(scan: Scan, codecs: Codecs, target: Target | None, tasks: tuple[Task, ...]) -> Callable[[range], Collected]:
     """Begin a process that collects statistics."""
     from train.data.inspect.collect import Collector
 
@@ -74,15 +70,17 @@ def row_counts(
 
 def plain(collected: Collected, data: Path) -> dict[str, Any]:
     """Convert the statistics to plain data, for a report."""
+    from train.data.inspect.collect import summary
+
     return {
         "data": spelled(data),
-        **collected.all.plain(),
+        **vars(collected.all),
         "noted": dict(sorted(collected.noted.items())),
         "by": {
-            name: {value: group.plain() for value, group in sorted(groups.items())} for name, groups in collected.groups.items()
+            name: {value: vars(group) for value, group in sorted(groups.items())} for name, groups in collected.groups.items()
         },
         "texts": {side: counts.plain() for side, counts in collected.texts.items()},
-        "lengths": {name: sample.summary() for name, sample in sorted(collected.samples.items())},
+        "lengths": {name: summary(values) for name, values in sorted(collected.samples.items())},
         "codes": {
             codec: [
                 {"codes": len(use.counts), "used": use.used, "entropy": use.entropy, "frames": int(use.counts.sum())}

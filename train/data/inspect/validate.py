@@ -4,68 +4,46 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni.errors import UserError
 from omni.utils.remote import spelled
-from train.console.progress import Progress
+from train.console.progress import Display, Progress
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Checked, Findings, check_row
+from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Findings, check_row
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
-from train.data.inspect.scan import Scan, display_of, over
+from train.data.inspect.scan import FoundRow, Scan, over
 from train.data.prepare.shards import REPORT, checksum
 from train.data.rows.row import ROW_VERSION
 
-if TYPE_CHECKING:
+
+def repeats(digests: array[int]) -> Iterator[tuple[int, int]]:
+    """Iterate over rows with a digest of an earlier row, with the first such row, in order. `digests`: 64 bits each, with the
+    numbers of their rows, in turn and in the order of the rows."""
     import numpy as np
 
+    values, rows = np.array(digests).reshape(-1, 2).T
+    _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
+    firsts = rows[first][inverse]
+    again = rows != firsts
+    yield from zip(rows[again].tolist(), firsts[again].tolist(), strict=True)
 
-class Digests:
-    """64-bit digests, each with the number of its row, in the order of the rows."""
 
-    def __init__(self) -> None:
-        self._values, self._rows = array("Q"), array("Q")
+def shared(digests: array[int], others: array[int]) -> Iterator[tuple[int, int]]:
+    """Iterate over rows with a digest that other data have too, with the first such row there, in order; see `repeats`."""
+    import numpy as np
 
-    def add(self, value: int, row: int) -> None:
-        """Add a digest; rows must come in ascending order."""
-        self._values.append(value)
-        self._rows.append(row)
-
-    def extend(self, other: Digests) -> None:
-        """Add the digests of later rows."""
-        self._values.extend(other._values)
-        self._rows.extend(other._rows)
-
-    def repeats(self) -> Iterator[tuple[int, int]]:
-        """Iterate over rows with a digest of an earlier row, with the first such row, in order."""
-        import numpy as np
-
-        values, rows = self._arrays()
-        _, first, inverse = np.unique(values, return_index=True, return_inverse=True)
-        firsts = rows[first][inverse]
-        again = rows != firsts
-        yield from zip(rows[again].tolist(), firsts[again].tolist(), strict=True)
-
-    def shared(self, other: Digests) -> Iterator[tuple[int, int]]:
-        """Iterate over rows with a digest that `other` has too, with the first such row there, in order."""
-        import numpy as np
-
-        (values, rows), (known, firsts) = self._arrays(), other._arrays()
-        if not len(known):
-            return
-        known, first = np.unique(known, return_index=True)
-        at = np.minimum(np.searchsorted(known, values), len(known) - 1)
-        in_both = known[at] == values
-        yield from zip(rows[in_both].tolist(), firsts[first][at[in_both]].tolist(), strict=True)
-
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Digests and their rows, uint64 [n] each."""
-        import numpy as np
-
-        return np.array(self._values, np.uint64), np.array(self._rows, np.uint64)
+    (values, rows), (known, firsts) = (np.array(each).reshape(-1, 2).T for each in (digests, others))
+    if not len(known):
+        return
+    known, first = np.unique(known, return_index=True)
+    at = np.minimum(np.searchsorted(known, values), len(known) - 1)
+    in_both = known[at] == values
+    yield from zip(rows[in_both].tolist(), firsts[first][at[in_both]].tolist(), strict=True)
 
 
 @dataclass
@@ -79,34 +57,32 @@ class Summary:
     prepared: dict[str, Any] = field(default_factory=dict)
 
 
+DIGESTS = ("audio", "texts", "said", "whole")
+
+
 @dataclass
 class Seen:
-    """Digests of the rows that were read, to find duplicates among them and with other data, and counts. `speakers`: the first
-    row of each."""
+    """Counts of the rows that were read, and what tells duplicates among them and with other data.
 
-    audio: Digests = field(default_factory=Digests)
-    texts: Digests = field(default_factory=Digests)
-    said: Digests = field(default_factory=Digests)
-    whole: Digests = field(default_factory=Digests)
+    Attributes:
+        digests: by name, digests and their rows, see `repeats`.
+        speakers: the first row of each.
+    """
+
+    digests: dict[str, array[int]] = field(default_factory=lambda: {name: array("Q") for name in DIGESTS})
     speakers: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     seconds: float = 0.0
 
-    def add(self, row: int, checked: Checked) -> None:
-        for digests, values in ((self.audio, checked.audio), (self.texts, checked.texts), (self.said, checked.said)):
-            for value in values:
-                digests.add(value, row)
-        if checked.whole is not None:
-            self.whole.add(checked.whole, row)
-        self.rows += 1
-        self.seconds += checked.seconds
+    def add(self, item: FoundRow, name: str, *digests: int) -> None:
+        for digest in digests:
+            self.digests[name].extend((digest, item.index))
 
     def merge(self, other: Seen) -> None:
         """Add later rows."""
-        for name in ("audio", "texts", "said", "whole"):
-            getattr(self, name).extend(getattr(other, name))
-        for speaker, row in other.speakers.items():
-            self.speakers.setdefault(speaker, row)
+        for name, digests in other.digests.items():
+            self.digests[name].extend(digests)
+        self.speakers = other.speakers | self.speakers
         self.rows, self.seconds = self.rows + other.rows, self.seconds + other.seconds
 
 
@@ -125,27 +101,24 @@ def validate(
 ) -> Summary:
     """Check all rows of `data` singly, against each other, and against those of `against`. UserError: there are no such data,
     or the codec's weights do not fit; see also `executor.imap`."""
-    scan, others = Scan(data, progress), [Scan(other, progress) for other in against]
+    scan, others = Scan(data), [Scan(other) for other in against]
     for other in others:
         if other.same(scan):
             raise UserError(f"{other.path} is compared with itself: name another split with --against")
-    display = display_of(progress, scan, *others)
+    with closing(Display(sum(map(len, (scan, *others))), mode=progress)) as display:
 
-    def looked(scanned: Scan, start: Callable[[], Callable[[range], tuple[Noted, Seen]]]) -> Seen:
-        seen = Seen()
-        for noted, more in over(scanned, start, processes, display):
-            for finding in noted:
-                findings.add(*finding)
-            seen.merge(more)
-        return seen
+        def look(scanned: Scan, start: Callable[[], Callable[[range], tuple[Noted, Seen]]]) -> Seen:
+            seen = Seen()
+            for noted, more in over(scanned, start, processes, display):
+                for finding in noted:
+                    findings.add(*finding)
+                seen.merge(more)
+            return seen
 
-    try:
-        seen = looked(scan, partial(row_checks, scan, bounds, codecs))
+        seen = look(scan, partial(row_checks, scan, bounds, codecs))
         find_duplicates(scan, seen, findings)
         for other in others:
-            find_leaks(scan, seen, other, looked(other, partial(other_rows, other)), findings)
-    finally:
-        display.close()
+            find_leaks(scan, seen, other, look(other, partial(other_rows, other)), findings)
     return Summary(seen.rows, len(scan), seen.seconds / 3600, findings, scan.report())
 
 
@@ -168,7 +141,12 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
             else:
                 checked = check_row(item.row, bounds, codecs)
                 noted += [(kind, item.where, text, 1) for kind, text in checked.problems]
-                seen.add(item.index, checked)
+                for name, digests in (("audio", checked.audio), ("texts", checked.texts), ("said", checked.said)):
+                    seen.add(item, name, *digests)
+                if checked.whole is not None:
+                    seen.add(item, "whole", checked.whole)
+                seen.rows += 1
+                seen.seconds += checked.seconds
                 if item.row.speaker:
                     seen.speakers.setdefault(item.row.speaker, item.index)
         return noted, seen
@@ -186,11 +164,11 @@ def check_sums(scan: Scan, known: dict[str, int]) -> Noted:
 def find_duplicates(scan: Scan, seen: Seen, findings: Findings) -> None:
     """Find rows, recordings and texts that came before."""
     whole = set[int]()
-    for row, first in seen.whole.repeats():
+    for row, first in repeats(seen.digests["whole"]):
         whole.add(row)
         findings.add("duplicate_row", scan.where(row), f"equals {scan.where(first)}")
-    for kind, digests in (("duplicate_audio", seen.audio), ("duplicate_text", seen.said)):
-        for row, first in digests.repeats():
+    for kind, name in (("duplicate_audio", "audio"), ("duplicate_text", "said")):
+        for row, first in repeats(seen.digests[name]):
             if row not in whole:
                 findings.add(kind, scan.where(row), f"is also in {scan.where(first)}")
 
@@ -199,7 +177,8 @@ def other_rows(other: Scan) -> Callable[[range], tuple[Noted, Seen]]:
     """Begin a process that takes digests of the questions and speakers of another split."""
 
     def look(rows: range) -> tuple[Noted, Seen]:
-        noted, seen = list[tuple[str, str, str, int]](), Seen()
+        noted: Noted = []
+        seen = Seen()
         for item in other.part(rows):
             if item.row is None:
                 kind = "unreadable_file" if item.plain is None else "bad_row"
@@ -209,10 +188,10 @@ def other_rows(other: Scan) -> Callable[[range], tuple[Noted, Seen]]:
                 seen.speakers.setdefault(item.row.speaker, item.index)
             for turn in item.row.turns:
                 if turn.question_text.strip():
-                    seen.texts.add(text_digest(turn.question_text), item.index)
+                    seen.add(item, "texts", text_digest(turn.question_text))
                 if turn.question_audio is not None:
                     try:
-                        seen.audio.add(measure(turn.question_audio).digest, item.index)
+                        seen.add(item, "audio", measure(turn.question_audio).digest)
                     except BadSound as error:
                         noted.append((error.kind, item.where, f"question_audio: {error} (not compared)", 1))
         return noted, seen
@@ -222,9 +201,8 @@ def other_rows(other: Scan) -> Callable[[range], tuple[Noted, Seen]]:
 
 def find_leaks(scan: Scan, seen: Seen, other: Scan, theirs: Seen, findings: Findings) -> None:
     """Find questions and speakers of another split that these rows have too."""
-    pairs = (("leaked_audio", seen.audio, theirs.audio), ("leaked_text", seen.texts, theirs.texts))
-    for kind, our, their in pairs:
-        for row, first in our.shared(their):
+    for kind, name in (("leaked_audio", "audio"), ("leaked_text", "texts")):
+        for row, first in shared(seen.digests[name], theirs.digests[name]):
             findings.add(kind, scan.where(row), f"is also in {other.where(first)}")
     for speaker, row in seen.speakers.items():
         if speaker in theirs.speakers:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 
 from train.data.inspect.collect import TextCounts
-from train.data.inspect.validate import Digests
+from train.data.inspect.validate import repeats, shared
 
 
 @pytest.mark.parametrize("repeat", [1, 3])
 def test_digests_equal_the_plain_search(repeat: int) -> None:
-    dice = np.random.default_rng(repeat)
-    ours, later, theirs = Digests(), Digests(), Digests()
-    a, b = dice.integers(0, 40, 60).tolist(), dice.integers(0, 40, 30).tolist()
-    for i, value in enumerate(a):
-        (ours if i < 30 else later).add(value << 57, i // repeat)
-    for i, value in enumerate(b):
-        theirs.add(value << 57, i // repeat)
-    ours.extend(later)
+    rng = np.random.default_rng(repeat)
+    a, b = rng.integers(0, 40, 60).tolist(), rng.integers(0, 40, 30).tolist()
+    ours, theirs = (
+        array("Q", [number for i, value in enumerate(values) for number in (value << 57, i // repeat)]) for values in (a, b)
+    )
     first = [a.index(value) // repeat for value in a]
-    assert list(ours.repeats()) == [(i // repeat, first[i]) for i in range(60) if first[i] != i // repeat]
-    assert list(ours.shared(theirs)) == [(i // repeat, b.index(value) // repeat) for i, value in enumerate(a) if value in b]
-    assert not list(ours.shared(Digests())) and not list(Digests().repeats()) and not list(Digests().shared(ours))
+    assert list(repeats(ours)) == [(i // repeat, first[i]) for i in range(60) if first[i] != i // repeat]
+    assert list(shared(ours, theirs)) == [(i // repeat, b.index(value) // repeat) for i, value in enumerate(a) if value in b]
+    none = array("Q")
+    assert not list(shared(ours, none)) and not list(repeats(none)) and not list(shared(none, ours))
 
 
 def test_texts_are_counted_together() -> None:

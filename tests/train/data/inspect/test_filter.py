@@ -206,7 +206,7 @@ def test_what_stops_a_filter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("question_second: {max: 3}", "unknown key 'question_second'; did you mean 'question_seconds'"),
+        ("question_second: {max: 3}", "rules.yaml: unknown key question_second; did you mean question_seconds"),
         ("turns: {max: 1}\nturns: {max: 2}", "rules.yaml line 2: turns is given again, after line 1; keep one"),
         ("question_seconds: {min: 3, max: 1}", "a rule asks for at least 3 and at most 1"),
         ("require: {", r"cannot be read \(.*\); give a YAML file"),

@@ -20,8 +20,7 @@ from tests.train.data.toys import TOKENIZER
 from train.commands.data import run_listen as main
 from train.data.inspect.listen import draw, find_row
 from train.data.inspect.measures import Codecs
-from train.data.inspect.options import Target
-from train.data.inspect.scan import Scan
+from train.data.inspect.scan import Scan, Target
 from train.data.rows.row import Codes, Sound
 
 

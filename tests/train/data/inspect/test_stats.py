@@ -37,8 +37,7 @@ from train.commands.data import run_stats as main
 from train.data.batching.examples import ExampleMaker, Prepared
 from train.data.inspect.collect import Collector
 from train.data.inspect.measures import Codecs
-from train.data.inspect.options import Target
-from train.data.inspect.scan import Scan
+from train.data.inspect.scan import Scan, Target
 from train.data.inspect.stats import collect
 from train.data.rows.row import Codes, Sound
 
@@ -64,7 +63,7 @@ def test_columns_are_those_that_training_makes(codec: str, task: str) -> None:
     for each in rows:
         collector.add(each)
         wanted.append(len(maker.make(0, Prepared(each), [task] * len(each.turns)).columns))
-    assert collector.done.samples[f"columns {task}"].values.tolist() == wanted
+    assert collector.done.samples[f"columns {task}"].tolist() == wanted
 
 
 def test_rows_without_columns_are_said_to_be(tmp_path: Path) -> None:
