@@ -34,8 +34,8 @@ from omni.utils.hardware import find_device
 
 REASONS = {
     "length": "the answer was cut at the limit; see --max_seconds and --max_tokens",
-    "silence": "the answer was ended by its silence; see --max_silence",
-    "cache": "the answer was cut: the conversation fills the model's context; see --context",
+    "silence": "the answer was ended by its silence; see max_silence",
+    "cache": "the answer was cut: the conversation fills the model's context; see context",
     "cancelled": "the answer was broken off",
 }
 

@@ -9,7 +9,7 @@ import re
 import socket
 import ssl
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -30,7 +30,6 @@ from omni.audio.wav import FORMATS
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
 from omni.files import beside, real_place, replaceable
-from omni.generate.options import BOUNDS, Bound, check_number
 from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, Task, find_task
@@ -38,7 +37,6 @@ from omni.utils.hardware import check_device, check_dtype, check_quantize
 from omni.utils.remote import refuse_remote
 
 PIPE = "-"  # standard input among the questions, standard output as a place for the answer
-THREADS_PER_CORE = 4  # most threads per core; more would only wait for each other, and each takes a stack
 PLAYING = ("play_seconds", "nonstop", "barge_in", "plot")  # options that only count with `--sessions`
 MOST_SESSIONS = 1024  # of a bench
 SPEAKER_EXTRA = ("av", "fastapi", "itsdangerous", "onnxruntime", "prometheus_client", "silero_vad", "websockets")
@@ -50,31 +48,12 @@ SERVE_EXTRA = (
 )
 """Modules that the extra `serve` brings."""
 
-BENCH = {
-    "seconds": Bound(1e-3, 30, "the longest question", whole=False),
-    "answer_seconds": Bound(1e-3, 3600, "an hour is the longest answer", whole=False),
-    "repeat": Bound(1, 1000, "3 is the default"),
-    "play_seconds": Bound(0.1, 86_400, "a minute is the default", whole=False),
-    "barge_in": Bound(0, 1, "a share of the answers", whole=False),
-}
-"""Bounds of the bench's own options."""
-
-SERVE = {
-    "port": Bound(0, 65_535, "0 takes a free one"),
-    "sessions": Bound(1, 10_000, "64 is the default"),
-    "session_minutes": Bound(0.01, 1e6, "60 is the default", whole=False),
-    "key_sessions": Bound(1, 10_000, "as many as there may be by default"),
-    "key_audio_minutes": Bound(1, 1e7, "an hour for each of its sessions by default", whole=False),
-    "slots": Bound(1, 65_536, "as many as there are conversations by default"),
-}
-"""Bounds of the server's own options."""
-
 Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)  # options of a command that answers with a model
 
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
     """Checks the options of `ask`; returns each question's task and its answer's file. UserError for the first bad option."""
-    check_options(options, BOUNDS)
+    check_options(options)
     check_questions(options.files, options.text, options.chat)
     tasks = choose_tasks(options.task, [kind == SOUND for kind in options.kinds])
     paths = answer_files(options, tasks)
@@ -84,7 +63,7 @@ def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
 
 def check_bench(options: BenchOptions) -> None:
     """Checks the options of `bench`. UserError for the first bad option."""
-    check_options(options, BENCH)
+    check_options(options)
     if options.question is not None:
         check_file(options.question)
     if options.model is not None:
@@ -95,7 +74,7 @@ def check_bench(options: BenchOptions) -> None:
 def check_serve(options: ServeOptions) -> None:
     """Checks the options of `serve`. UserError for the first bad option."""
     check_extra("serve", "serve", SERVE_EXTRA)
-    check_options(options, {**BOUNDS, **SERVE})
+    check_options(options)
     if (options.certificate is None) != (options.private_key is None):
         raise UserError("--certificate and --private_key belong together; give both, or neither")
     if options.certificate is not None and options.private_key is not None:
@@ -219,14 +198,8 @@ def check_quantizing(options: QuantizeOptions) -> None:
         raise UserError(f"{out} holds {foreign}, which is none of its model's files; move that away, or give another name")
 
 
-def check_options(options: DeviceOptions, bounds: Mapping[str, Bound]) -> None:
-    """Check numbers among a command's options, and where its model runs. UserError for the first bad one."""
-    cores = os.cpu_count() or 1
-    bounds = {**bounds, "threads": Bound(1, THREADS_PER_CORE * cores, f"{THREADS_PER_CORE} for each of {cores} cores")}
-    for name, bound in bounds.items():
-        value = getattr(options, name, None)  # some bounds are for the Python interface only
-        if value is not None:
-            check_number(name, value, bound, f"--{name}")
+def check_options(options: DeviceOptions) -> None:
+    """Checks where and in which form a command's model runs. UserError for the first bad option."""
     check_device(options.device)
     check_dtype(options.dtype)
     check_quantize(options.quantize, options.device)
@@ -368,7 +341,7 @@ def check_chat(options: ChatOptions) -> None:
     check_extra("chat", "speaker", SPEAKER_EXTRA)
     if options.device_in == "list":
         return
-    check_options(options, BOUNDS)
+    check_options(options)
     if options.turn_detection == "none" and options.headphones:
         raise UserError("--turn_detection none: a key begins questions then; leave --headphones out")
     if options.save is not None:

@@ -7,6 +7,7 @@ import inspect
 import os
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonargparse
@@ -14,6 +15,7 @@ import jsonargparse
 from infer.options import SOUND, TEXT, AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
 from omni.errors import UserError, closest
 from omni.utils.arguments import StrictParser, is_option
+from omni.utils.configuration import read_yaml, validate
 
 COMMANDS: dict[str, type[Any]] = {
     "ask": AskOptions,
@@ -35,6 +37,13 @@ class InferParser(StrictParser, jsonargparse.ArgumentParser):
     """The parser of a command."""
 
     mistake = jsonargparse.ArgumentError
+    rare: Sequence[str] = ()
+    """Options of the command that are set in the file of `--config` alone."""
+
+    def check_option(self, name: str, value: str | None, inner: bool = False) -> None:
+        if name[2:] in self.rare:
+            raise UserError(f"{name} is set in the file of --config; write {name[2:]}: VALUE there")
+        super().check_option(name, value, inner)
 
 
 def build_parser() -> InferParser:
@@ -52,32 +61,29 @@ def command_parser(name: str) -> InferParser:
     parser = InferParser(prog=f"omni-infer [options] {name}", description=(command.__doc__ or "").strip())
     hints = typing.get_type_hints(command)
     rank = {name: index for index, owner in reversed([*enumerate(command.__mro__)]) for name in inspect.get_annotations(owner)}
+    parser.rare = [f.name for f in dataclasses.fields(command) if "rare" in f.metadata]
     for f in sorted(dataclasses.fields(command), key=lambda f: rank[f.name]):  # its own first
-        if "help" not in f.metadata:  # no option: `parse` fills it in
+        if "help" not in f.metadata or f.name in parser.rare:
             continue
         more = dict(f.metadata)
         positional = more.pop("positional", False)
-        several = isinstance(f.default, tuple)
         if hints[f.name] is bool:
             more["action"] = "store_true"
-        elif several:
+        elif isinstance(f.default, tuple):
             more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
             more |= {} if positional else {"action": "extend"}
         else:
-            more |= {} if "choices" in more else {"type": _value_type(hints[f.name])}
             more |= {} if positional and "nargs" not in more else {"default": f.default}
         parser.add_argument(f.name if positional else f"--{f.name}", **more)
+    if parser.rare:
+        rare = f", and of {', '.join(parser.rare)}"
+        parser.add_argument("--config", metavar="FILE", help=f"YAML file with values of these options{rare}")
     return parser
-
-
-def _value_type(hint: Any) -> Any:
-    """The type of a given value: `X` of `X | None`."""
-    return next((member for member in typing.get_args(hint) if member is not type(None)), hint)
 
 
 def parse(words: Sequence[str]) -> Command:
     """Parses the words of a command line into the options of their command; UserError for an unknown command or option (the
-    closest is named) or a value of the wrong type, SystemExit after `--help`."""
+    closest is named) or a wrong value, SystemExit after `--help`."""
     if not words:
         raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see omni-infer --help)")
     name, *rest = words
@@ -88,9 +94,21 @@ def parse(words: Sequence[str]) -> Command:
     asked: dict[str, Any] = {}
     if name == "ask":
         rest, files, texts, order = take_questions(rest, AskOptions)
-        asked = {"files": files, "text": texts, "order": order}
+        asked = {"files": files, "text": texts, "order": order} if order else {}
     values = command_parser(name).read(rest)
-    return COMMANDS[name](**{**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}, **asked})
+    file = values.pop("config", None)
+    named = {word.partition("=")[0][2:] for word in rest if is_option(word)} | asked.keys()
+    named |= {key for key, value in values.items() if value and key in ("files", "model", "out")}
+    stored = {} if file is None else {key: value for key, value in _read_file(file).items() if key not in named}
+    return validate(COMMANDS[name], {**values, **stored, **asked}, lambda path: f"{file}: " if path in stored else "--")
+
+
+def _read_file(name: str) -> dict[str, Any]:
+    """The values in the file of `--config`."""
+    data = read_yaml(Path(name), "--config")
+    if not isinstance(data, dict):
+        raise UserError(f"--config {name} holds {type(data).__name__}; it must be a mapping of options' names")
+    return data
 
 
 def take_questions(words: Sequence[str], command: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:
@@ -101,7 +119,7 @@ def take_questions(words: Sequence[str], command: type[Any]) -> tuple[list[str],
     that file, so that `--text "hello" q.wav` asks both. Returns the other words, the files, the texts, and the kind of each
     question in order, `s` or `t`."""
     flags = {f"--{name}" for name, hint in typing.get_type_hints(command).items() if hint is bool}
-    known = {f"--{f.name}" for f in dataclasses.fields(command)} | {"-h", "--help"}
+    known = {f"--{f.name}" for f in dataclasses.fields(command)} | {"-h", "--help", "--config"}
     rest: list[str] = []
     questions: list[tuple[str, str]] = []
     option, values = "", 0  # the option that the next words may belong to, and the number of words that did

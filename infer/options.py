@@ -5,9 +5,27 @@ Nothing heavy is imported here, so that `--help` and a mistyped option are answe
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from omni.generate.options import (
+    AnswerSeconds,
+    Channel,
+    Penalty,
+    Positions,
+    Rate,
+    Seed,
+    Silence,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+)
+from omni.utils.configuration import Share, configuration
 
 SOUND, TEXT = "s", "t"  # kinds of questions
 DEFAULT_MODEL = "runs/nano/model"  # the model folder that `make demo` writes
@@ -16,7 +34,6 @@ MODEL = f"model folder; by default {DEFAULT_MODEL}, or the model that ships with
 
 WORDS: tuple[tuple[str, str], ...] = (
     (r"^(device|dtype|quantize|kernels|task) (?='|\S+ is not available)", r"--\1 "),
-    (r"\ba larger context\b", "a larger --context"),
     (r"\buse 'cpu'", "use --device cpu"),
     (r"\bload the model in (float\w+)", r"use --dtype \1"),
     (r"\bgive raw PCM with its sample rate instead\b", "pipe raw PCM into - with its --input_rate instead"),
@@ -25,18 +42,28 @@ WORDS: tuple[tuple[str, str], ...] = (
 """Patterns of the library's messages, with their replacements on the command line."""
 
 
+Count = Annotated[int, Field(ge=1, le=10_000)]
+Threads = Annotated[int, Field(ge=1, le=4 * (os.cpu_count() or 1))]
+"""More than four a core would only wait for each other, and each takes a stack."""
+
+
 def option(default: Any, help: str, **more: Any) -> Any:
     """A field with its help; `more` goes to `ArgumentParser.add_argument`. A `bool` is a flag, a tuple takes
     several values."""
     return field(default=default, metadata={"help": help, **more})
 
 
-@dataclass(frozen=True)
+def rare(default: Any, help: str) -> Any:
+    """A field that is set in the file of `--config` alone."""
+    return field(default=default, metadata={"help": help, "rare": True})
+
+
+@configuration
 class DeviceOptions:
     """Options of every command that runs a model."""
 
     device: str = option("auto", "auto, cpu, cuda, cuda:1, mps")
-    threads: int | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
+    threads: Threads | None = option(None, "CPU threads; by default one for a small model and every core for a large one")
     dtype: str | None = option(
         None, "float32, bfloat16, float16, or auto for as stored, which is the default but for fp32 on a GPU: bfloat16 there"
     )
@@ -44,23 +71,23 @@ class DeviceOptions:
     debug: bool = option(False, "show the traceback of an error")
 
 
-@dataclass(frozen=True)
+@configuration
 class AnsweringOptions(DeviceOptions):
     """Options of every command that answers."""
 
-    seed: int = option(0, "of the random draws")
-    temperature: float = option(0.0, "of the sampling; 0 takes the likeliest")
-    top_k: int = option(0, "draw from the k likeliest ids; 0 is no limit")
-    top_p: float = option(1.0, "draw from the likeliest ids that make up this probability")
-    text_assist: bool = option(False, "let a second row write the text of spoken answers (mini-omni's batch of two)")
-    max_seconds: float = option(30.0, "longest spoken answer")
-    context: int | None = option(
+    seed: Seed = option(0, "of the random draws")
+    temperature: Temperature = option(0.0, "of the sampling; 0 takes the likeliest")
+    top_k: TopK = option(0, "draw from the k likeliest ids; 0 is no limit")
+    top_p: TopP = option(1.0, "draw from the likeliest ids that make up this probability")
+    text_assist: bool = rare(False, "let a second row write the text of spoken answers (mini-omni's batch of two)")
+    max_seconds: AnswerSeconds = option(30.0, "longest spoken answer")
+    context: Positions | None = rare(
         None,
         "positions of a conversation, which drops its oldest turns when full; by default the model's, 4096 at most",
     )
 
 
-@dataclass(frozen=True)
+@configuration
 class LocalOptions(AnsweringOptions):
     """Options of the commands that answer one person."""
 
@@ -70,11 +97,11 @@ class LocalOptions(AnsweringOptions):
     )
     edits: str | None = option(None, "folder of corrections (train edit apply), which act beside the model's weights")
     system: str = option("", "system message before the first question, for a model that was trained with some")
-    repetition_penalty: float = option(1.0, "above 1, what was said becomes less likely")
-    max_silence: float | None = option(None, "seconds of silence after which a spoken answer ends; by default none do")
+    repetition_penalty: Penalty = rare(1.0, "above 1, what was said becomes less likely")
+    max_silence: Silence | None = rare(None, "seconds of silence after which a spoken answer ends; by default none do")
 
 
-@dataclass(frozen=True)
+@configuration
 class AskOptions(LocalOptions):
     """Ask a model and get its answer while it is made.
 
@@ -88,15 +115,15 @@ class AskOptions(LocalOptions):
     text: tuple[str, ...] = option((), "written questions", metavar="TEXT")
     task: str | None = option(None, "A1A2, A1T2, A1T1, T1A2, T1T2 or T1A1; A1A2 for sound and T1A2 for text by default")
     chat: bool = option(False, "the questions are turns of one conversation")
-    input_rate: int = option(16000, "samples per second of raw PCM on standard input")
-    channel: int | None = option(None, "which channel of the files to hear, from 0; one or two are mixed by default")
+    input_rate: Rate = option(16000, "samples per second of raw PCM on standard input")
+    channel: Channel | None = option(None, "which channel of the files to hear, from 0; one or two are mixed by default")
     out: str | None = option(
         None, "WAV, FLAC, OGG or MP3 file for the answer (answer.wav by default), or - for raw PCM (s16le) on standard output"
     )
     speaker: bool = option(False, "play the answer")
-    realtime: bool = option(False, "write the sound no faster than it plays")
+    realtime: bool = rare(False, "write the sound no faster than it plays")
     json: bool = option(False, "one JSON object per turn on standard output, and no other text there")
-    max_tokens: int = option(512, "longest written answer, in tokens")
+    max_tokens: Tokens = option(512, "longest written answer, in tokens")
 
     order: str = ""
     """Not an option: the kind of each question in the given order, `s` for sound and `t` for text; "" for sound first."""
@@ -107,7 +134,7 @@ class AskOptions(LocalOptions):
         return self.order or SOUND * len(self.files) + TEXT * len(self.text)
 
 
-@dataclass(frozen=True)
+@configuration
 class ChatOptions(LocalOptions):
     """Talk with a model by microphone and loudspeaker.
 
@@ -137,7 +164,7 @@ class ChatOptions(LocalOptions):
     )
 
 
-@dataclass(frozen=True)
+@configuration
 class ServeOptions(AnsweringOptions):
     """Serve a model to browsers and to clients of OpenAI's Realtime API, many at once.
 
@@ -146,7 +173,7 @@ class ServeOptions(AnsweringOptions):
 
     model: str | None = option(None, MODEL, positional=True, nargs="?")
     host: str = option("127.0.0.1", "address to listen on; another one than this machine's own needs --key_file")
-    port: int = option(8000, "port to listen on")
+    port: Annotated[int, Field(ge=0, le=65_535)] = option(8000, "port to listen on; 0 takes a free one")
     name: str | None = option(None, "name of the model for clients; by default the folder's, or of the one above `model`")
     adapter: tuple[str, ...] = option(
         (), "LoRAs that clients choose as voices, as NAME=FOLDER, besides those in the model's adapters/", metavar="ADAPTER"
@@ -155,22 +182,20 @@ class ServeOptions(AnsweringOptions):
     certificate: str | None = option(None, "PEM file of the certificate, for TLS")
     private_key: str | None = option(None, "PEM file of its key")
     origins: tuple[str, ...] = option((), "origins of pages, besides the server's own, that may connect", metavar="ORIGIN")
-    sessions: int = option(64, "sessions at once; more are told to try again")
-    slots: int | None = option(None, "conversations that have a place in the cache; by default as many as there are")
-    session_minutes: float = option(60.0, "longest session")
-    key_sessions: int | None = option(None, "sessions of one key at once; by default as many as there may be")
-    key_audio_minutes: float | None = option(
+    sessions: Count = option(64, "sessions at once; more are told to try again")
+    slots: Count | None = option(None, "conversations that have a place in the cache; by default as many as there are")
+    session_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = rare(60.0, "longest session")
+    key_sessions: Count | None = rare(None, "sessions of one key at once; by default as many as there may be")
+    key_audio_minutes: Annotated[float, Field(ge=1, le=1e7)] | None = rare(
         None, "minutes of sound that one key may send in an hour; by default an hour for each of its sessions"
     )
-    instructions: str = option(
-        "ignore",
-        "use: give clients' instructions to the model, where it was trained with some; or ignore",
-        choices=("use", "ignore"),
+    instructions: Literal["use", "ignore"] = option(
+        "ignore", "use: give clients' instructions to the model, where it was trained with some; or ignore"
     )
-    max_tokens: int = option(512, "longest written answer, in tokens")
+    max_tokens: Tokens = option(512, "longest written answer, in tokens")
 
 
-@dataclass(frozen=True)
+@configuration
 class BenchOptions(DeviceOptions):
     """Measure this machine: first audio, real-time factor, steps against the reading of the weights, live sessions.
 
@@ -184,26 +209,24 @@ class BenchOptions(DeviceOptions):
     sessions: str | None = option(
         None, "instead play these numbers of live sessions against the clock, such as 1,4,16; the engine has its own process"
     )
-    play_seconds: float = option(60.0, "with --sessions: seconds for which each number is measured")
+    play_seconds: AnswerSeconds = option(60.0, "with --sessions: seconds for which each number is measured")
     nonstop: bool = option(False, "with --sessions: all ask again at once, so that every row speaks all the time")
-    barge_in: float = option(0.1, "with --sessions: share of answers that are interrupted")
+    barge_in: Share = option(0.1, "with --sessions: share of answers that are interrupted")
     plot: str | None = option(None, "with --sessions: PNG file for lateness, steps and first audio over their numbers")
     question: str | None = option(None, "sound file to ask; noise by default, which costs the same")
-    seconds: float = option(2.0, "length of that noise")
-    answer_seconds: float = option(4.0, "length of the answer that the real-time factor is taken over")
-    repeat: int = option(3, "measurements of each figure, after one to warm up; the median is shown")
+    seconds: Annotated[float, Field(ge=1e-3, le=30)] = option(2.0, "length of that noise")
+    answer_seconds: AnswerSeconds = option(4.0, "length of the answer that the real-time factor is taken over")
+    repeat: Count = option(3, "measurements of each figure, after one to warm up; the median is shown")
     dtype: str | None = option(
         None, "float32, bfloat16 or float16; float32 by default (bfloat16 on a GPU), a folder's as stored"
     )
-    kernels: str = option(
-        "fast",
-        "fast: what is faster on this CPU by its features; or reference: PyTorch alone",
-        choices=("fast", "reference"),
+    kernels: Literal["fast", "reference"] = option(
+        "fast", "fast: what is faster on this CPU by its features; or reference: PyTorch alone"
     )
     json: bool = option(False, "one JSON object on standard output instead of tables")
 
 
-@dataclass(frozen=True)
+@configuration
 class QuantizeOptions:
     """Write a model folder again with its weights in int8, for answering on a CPU.
 

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from omni.errors import UserError, in_one_line
-from omni.generate.options import BOUNDS, check_number
+from omni.generate.options import NUMBERS, check_numbers
 
 ROOT = Path(__file__).parent.parent
 DOORS = {"infer": ["-m", "infer"], "train": ["-m", "train"]}
@@ -254,14 +255,14 @@ def test_what_the_library_warns_of_is_a_line(bar: str, own: str, tmp_path: Path)
     assert "own: not read" in done.stderr if own else "not read" in lines
 
 
-HUGE = [float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 10**30, -(10**30), 10**5000, "1", None, True, 1j]
+HUGE = [float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 10**30, -(10**30), "one", 1j]
 
 
-@pytest.mark.parametrize("value", HUGE, ids=lambda v: repr(v) if not isinstance(v, int) or abs(v) < 10**40 else "10**5000")
-@pytest.mark.parametrize("name", BOUNDS)
-def test_every_number_has_bounds(name: str, value: object) -> None:
-    with pytest.raises(UserError, match=rf"^--{name} is .{{1,90}}; (it must be|give)"):
-        check_number(name, value, label=f"--{name}")
+@pytest.mark.parametrize("value", HUGE, ids=repr)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_has_bounds(name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"^{name} is .{{1,90}}; it must be"):
+        check_numbers(**{name: value})
 
 
 def test_the_line_of_an_error_is_one() -> None:

@@ -358,7 +358,7 @@ class SpokenChat:
             first = "" if answer.first is None else f", first audio {answer.first * 1e3:.0f} ms"
             self._finish_answer(answer, None, f"({played:.1f} s{first})")
             if answer.cut:
-                self._screen.tell("the answer was cut at the limit, or at the model's context; see --max_seconds and --context")
+                self._screen.tell("the answer was cut at a limit: --max_seconds, or context (--config)")
             self._listen()
         elif answer.pieces:
             self._still = 0 if played != self._played else self._still + passed

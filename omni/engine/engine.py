@@ -36,7 +36,7 @@ from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts
 from omni.engine.stepping import Requests, SteppingThread, Watermarks
 from omni.errors import BusyError, UserError
 from omni.generate.feature_stream import FeatureStream
-from omni.generate.options import BOUNDS, Bound, check_number
+from omni.generate.options import check_numbers
 from omni.generate.runner import Runner
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import cores, release_threads
@@ -46,23 +46,6 @@ WAIT = 0.03
 
 SPARE = 0.1
 """Seconds until a listener needs sound, in which somebody may be answered who is in no hurry."""
-
-
-LIMITS = {
-    "slots": Bound(1, 65536, "None for as many as are asked for"),
-    "context": BOUNDS["context"],
-    "patience": Bound(1e-3, 86_400, "seconds; None for the default", whole=False),
-    "queue": Bound(0, 2**31 - 1, "questions; None for any number"),
-    "threads": Bound(1, 1024, "by default PyTorch's own number"),
-}
-"""Bounds of an engine's numbers."""
-
-
-def check_limits(**limits: float | None) -> None:
-    """UserError for one of `LIMITS` that is out of its bounds; None counts as not given."""
-    for name, number in limits.items():
-        if number is not None:
-            check_number(name, number, LIMITS[name])
 
 
 class Engine:
@@ -94,7 +77,7 @@ class Engine:
         compile: bool = False,
         codec: AudioCodec | None = None,
     ) -> None:
-        check_limits(slots=slots, context=context, patience=patience, queue=queue)
+        check_numbers(slots=slots, context=context, patience=patience, queue=queue)
         self.model, self.context, self.queue = model, context, queue
         self._closed = self._draining = False  # guarded by the lock of the requests
         self._known = KnownCosts(model, codec)
@@ -275,7 +258,7 @@ class Engine:
 
     def drain(self, seconds: float) -> bool:
         """Refuse new questions, and wait until all answers ended, at most that long; returns whether they have."""
-        check_number("drain", seconds)
+        check_numbers(drain=seconds)
         self._draining = True
         end = time.perf_counter() + seconds
         while (left := self.stats()).active + left.waiting and time.perf_counter() < end:

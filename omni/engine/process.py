@@ -34,7 +34,6 @@ from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
 from omni.config import ModelConfig
-from omni.engine.engine import check_limits
 from omni.engine.listener import Link, Listener
 from omni.engine.wire import (
     CodedSound,
@@ -48,7 +47,7 @@ from omni.engine.wire import (
     unpack_error,
 )
 from omni.errors import UserError
-from omni.generate.options import check_number
+from omni.generate.options import check_numbers
 from omni.generate.results import Ended, Timings
 from omni.generate.session import Sessions
 from omni.generate.speech_lm import SpeechLM
@@ -327,7 +326,7 @@ class EngineProcess(Sessions):
         inspect.signature(SpeechLM.from_pretrained).bind(folder, **values)  # before a process is started for them
         folder = find_model(folder)
         engine = {"slots": slots, "context": context, "patience": patience, "queue": queue}
-        check_limits(**engine, threads=threads)
+        check_numbers(**engine, threads=threads)
         names = plugin_modules.loaded() if plugins is None else tuple(plugins)
         plugin_modules.load_plugins(names, "plugins")
         arguments = (os.path.abspath(folder), values, engine, threads, names)
@@ -402,7 +401,7 @@ class EngineProcess(Sessions):
     def drain(self, seconds: float = 30.0) -> None:
         """Take no new questions, and end once no answer is under way, or after that many seconds; `close` waits for it.
         SIGTERM to the process does the same."""
-        check_number("drain", seconds)
+        check_numbers(drain=seconds)
         with suppress(EngineLost):
             self._link.request("drain", seconds)
 
@@ -410,7 +409,7 @@ class EngineProcess(Sessions):
         """End the process and wait for that. Answers under way are cancelled, after `drain` seconds in which they may end."""
         if self._closing:
             return
-        check_number("drain", drain)
+        check_numbers(drain=drain)
         self._closing = True
         self._link.tell("drain", drain)  # a process that has stopped says nothing
         self._process.join(drain + PATIENCE)

@@ -14,7 +14,7 @@ from omni.edit.deltas import Edits
 from omni.engine.engine import Engine
 from omni.engine.listener import Listener
 from omni.errors import UserError
-from omni.generate.options import AnswerOptions, check_number
+from omni.generate.options import AnswerOptions, check_numbers
 from omni.generate.question import Asked, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session
@@ -56,7 +56,7 @@ def read_batch(
     values = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
     tasks, seeds, adapters, corrections, systems = (one_each(name, own, len(questions)) for name, own in values.items())
     for value in seeds:
-        check_number("seed", value)
+        check_numbers(seed=value)
     asked = []
     for number, (question, own) in enumerate(zip(questions, tasks, strict=True), 1):
         try:

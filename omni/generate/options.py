@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from math import ceil
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+
+from pydantic import Field
 
 from omni.errors import UserError
 from omni.generate.results import brief
+from omni.utils.arguments import meant
+from omni.utils.configuration import configuration, validate
 
 if TYPE_CHECKING:
     from omni.codec.base import AudioCodec
@@ -23,57 +25,43 @@ if TYPE_CHECKING:
     from omni.tasks import Task
 
 
-class Bound(NamedTuple):
-    """Least and greatest value; `way` is the error's advice on what to give instead."""
+Temperature = Annotated[float, Field(ge=0, le=1000)]
+TopK = Annotated[int, Field(ge=0, lt=2**31)]
+TopP = Annotated[float, Field(ge=1e-6, le=1)]
+Penalty = Annotated[float, Field(ge=1e-3, le=1000)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+AnswerSeconds = Annotated[float, Field(ge=1e-3, le=86_400)]
+Tokens = Annotated[int, Field(ge=1, le=2**20)]
+Silence = Annotated[float, Field(ge=1e-2, le=86_400)]
+Positions = Annotated[int, Field(ge=1, lt=2**31)]
+Rate = Annotated[int, Field(ge=1, le=768_000)]
+Channel = Annotated[int, Field(ge=0, lt=1024)]
+"""Numbers that the command line has too."""
 
-    least: float
-    most: float
-    way: str
-    whole: bool = True
-
-
-BOUNDS = {
-    "temperature": Bound(0, 1000, "0 is greedy, 1 draws as the model was trained", whole=False),
-    "top_k": Bound(0, 2**31 - 1, "0 is no limit"),
-    "top_p": Bound(1e-6, 1, "1 is no limit", whole=False),
-    "repetition_penalty": Bound(1e-3, 1000, "1 is off", whole=False),
-    "seed": Bound(-(2**63), 2**64 - 1, "a seed has 64 bits"),
-    "max_seconds": Bound(1e-3, 86_400, "a day is the longest answer", whole=False),
-    "max_tokens": Bound(1, 2**20, "512 is the default"),
-    "max_new_tokens": Bound(1, 2**20, "each is a time step"),
-    "max_silence": Bound(1e-2, 86_400, "seconds of silence after which an answer ends", whole=False),
-    "drain": Bound(0, 1e9, "seconds in which answers under way may end", whole=False),
-    "context": Bound(1, 2**31 - 1, "more positions than the model's are never taken"),
-    "batch_size": Bound(1, 2**31 - 1, "64 is the default"),
-    "played_seconds": Bound(0, 1e9, "by default all that was handed over was heard", whole=False),
-    "shown_characters": Bound(0, 2**63 - 1, "by default all that was handed over was shown"),
-    "input_rate": Bound(1, 768_000, "samples per second, such as 16000"),
-    "channel": Bound(0, 1023, "channels are counted from 0"),
+NUMBERS = {
+    "seed": Seed,
+    "context": Positions,
+    "batch_size": Positions,
+    "drain": Annotated[float, Field(ge=0, le=1e9)],
+    "played_seconds": Annotated[float, Field(ge=0, le=1e9)],
+    "shown_characters": Annotated[int, Field(ge=0, lt=2**63)],
+    "slots": Annotated[int, Field(ge=1, le=65_536)],
+    "patience": AnswerSeconds,
+    "queue": Annotated[int, Field(ge=0, lt=2**31)],
+    "threads": Annotated[int, Field(ge=1, le=1024)],
 }
-"""Bounds by name of the option."""
+"""Numbers that are arguments of their own."""
 
 
-def check_number(name: str, value: Any, bound: Bound | None = None, label: str | None = None) -> None:
-    """Refuse a value that is no number within the option's bound (nan is within none). UserError: naming the option, the value
-    and the bound.
-
-    Args:
-        bound: by default the one of `name`.
-        label: name of the option in the error, by default `name`.
-    """
-    bound = bound or BOUNDS[name]
-    label, noun = label or name, "a whole number" if bound.whole else "a number"
-    types = Integral if bound.whole else Real
-    span = f"from {bound.least} to {bound.most}"
-    if isinstance(value, bool) or not isinstance(value, types):
-        raise UserError(f"{label} is {repr(value)[:80]}; give {noun} {span}")
-    number: Any = value
-    if not bound.least <= number <= bound.most:
-        long = isinstance(number, Integral) and abs(number) >= 10**30  # type: ignore[operator]
-        raise UserError(f"{label} is {'of more than 30 digits' if long else value}; it must be {span} ({bound.way})")
+def check_numbers(**values: float | None) -> None:
+    """Refuses (UserError) one of `NUMBERS` that is out of its range; None counts as not given."""
+    for name, value in values.items():
+        if value is not None:
+            hint: Any = NUMBERS[name]
+            validate(hint, value, lambda path, name=name: name)  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
+@configuration
 class Sampling:
     """How an id is chosen from its logits. Applied in this order: repetition penalty, temperature, top-k, top-p.
 
@@ -87,14 +75,10 @@ class Sampling:
             where positive and multiplied where negative (Keskar et al. 2019, "CTRL"); 1 changes nothing.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            check_number(field.name, getattr(self, field.name), label=f"sampling: {field.name}")
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    repetition_penalty: Penalty = 1.0
 
     __repr__ = brief
 
@@ -151,7 +135,7 @@ class SessionOptions(Keywords, total=False):
     context: int | None
 
 
-@dataclass(frozen=True)
+@configuration
 class AnswerOptions:
     """Options of answers.
 
@@ -181,25 +165,20 @@ class AnswerOptions:
     """
 
     sampling: SamplingPlan = GREEDY
-    seed: int = 0
-    max_seconds: float = 30.0
-    max_tokens: int = 512
-    max_new_tokens: int | None = None
+    seed: Seed = 0
+    max_seconds: AnswerSeconds = 30.0
+    max_tokens: Tokens = 512
+    max_new_tokens: Tokens | None = None
     stop: Stop = None
-    max_silence: float | None = None
+    max_silence: Silence | None = None
     logprobs: bool = False
     text_assist: bool = False
     overflow: Literal["end", "forget"] = "end"
     adapter: str | None = None
-    edits: Edits | None = None
+    edits: Any = None
     system: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("seed", "max_seconds", "max_tokens", "max_new_tokens", "max_silence"):
-            if getattr(self, name) is not None or name not in ("max_new_tokens", "max_silence"):
-                check_number(name, getattr(self, name))
-        if self.overflow not in ("end", "forget"):
-            raise UserError(f"overflow {self.overflow!r} is unknown; use 'end' or 'forget'")
         called = callable(self.stop) and not inspect.iscoroutinefunction(self.stop)
         listed = self.stop is None or isinstance(self.stop, (str, list, tuple)) or called
         if not listed or not all(isinstance(text, str) and text for text in self.stops):
@@ -236,7 +215,9 @@ class AnswerOptions:
 def make_options(values: Mapping[str, Any]) -> AnswerOptions:
     """Makes the options from a call's keywords; None counts as not given. TypeError: an unknown keyword. UserError:
     `sampling` and a name of its fields together, `max_tokens` and `max_new_tokens` together, or a bad value."""
-    values = {name: value for name, value in values.items() if value is not None or name not in Keywords.__annotations__}
+    if unknown := values.keys() - Keywords.__annotations__.keys():
+        raise TypeError(f"unknown keyword {min(unknown)}; {meant(min(unknown), Keywords.__annotations__) or 'leave it out'}")
+    values = {name: value for name, value in values.items() if value is not None}
     named = {name: values[name] for name in SamplingNames.__annotations__ if name in values}
     fields = {name: value for name, value in values.items() if name not in named}
     if named and "sampling" in fields:

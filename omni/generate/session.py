@@ -33,7 +33,7 @@ from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream, DeliveredPart, joined
 from omni.generate.listening import AudioSoFar, Listening
 from omni.generate.messages import History, Message
-from omni.generate.options import Keywords, SessionOptions, check_number, make_options
+from omni.generate.options import Keywords, SessionOptions, check_numbers, make_options
 from omni.generate.question import Asked, Coming, Question, Withdrawn, is_coming, read_question, several
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
 from omni.generate.turn_end import TurnFrames
@@ -139,7 +139,7 @@ class Session:
         """Read a question and lay it out, for `begin`. UserError: as of `ask`. Withdrawn: nobody wants it any more; nothing
         has changed then. `gone`: whether nobody wants the answer any more; asked once the question was read."""
         if seed is not None:
-            check_number("seed", seed)
+            check_numbers(seed=seed)
         self.check()
         self.commit()
         if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
@@ -325,9 +325,7 @@ class Session:
                 By default all sound and text that was handed over.
             shown_characters: characters of the text that were shown: they stay, whatever was heard.
         """
-        for name, value in (("played_seconds", played_seconds), ("shown_characters", shown_characters)):
-            if value is not None:
-                check_number(name, value)
+        check_numbers(played_seconds=played_seconds, shown_characters=shown_characters)
         self.cancel_last(None, played_seconds, shown_characters)
 
     def cancel_last(self, only: Listener | None, played_seconds: float | None, shown_characters: int | None) -> None:

@@ -38,7 +38,7 @@ from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.messages import History, read_history
-from omni.generate.options import AnswerOptions, check_number, make_options
+from omni.generate.options import AnswerOptions, check_numbers, make_options
 from omni.generate.question import SAMPLE_RATE
 from omni.generate.results import Answer
 from omni.generate.session import Session, Sessions
@@ -254,7 +254,7 @@ class SpeechLM(Sessions):
         """A conversation in the engine, for a session; keywords and errors are those of `session`."""
         options = make_options(values)
         if context is not None:
-            check_number("context", context)
+            check_numbers(context=context)
         length = min(context or self.engine.context or 4096, self.config.decoder.context)
         self._bases.check(self.model, options.edits)
         past = read_history(history, self.model, self.tokenizer, self.codec)
@@ -290,7 +290,7 @@ class SpeechLM(Sessions):
         **values: Any,
     ) -> list[Answer]:
         """`generate` of a list, `batch_size` rows at a time."""
-        check_number("batch_size", batch_size)
+        check_numbers(batch_size=batch_size)
         if "overflow" in values:
             raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
         batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def write_question(path: Path, seconds: float = 0.6, seed: int = 0, rate: int = 
     noise = np.random.default_rng(seed).normal(0, 0.1, round(seconds * rate)).astype(np.float32)
     soundfile.write(path, noise, rate, subtype=subtype)
     return path
+
+
+def in_file(folder: Path, **values: object) -> list[str]:
+    """Words that name a file with these values, which is written beside the folder."""
+    file = folder.parent / f"{folder.name}.yaml"
+    file.write_text(json.dumps(values))
+    return ["--config", str(file)]
 
 
 @dataclass(frozen=True)

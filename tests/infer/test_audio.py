@@ -17,7 +17,7 @@ import torch
 from infer.audio import Outputs, Paced
 from omni.audio.wav import pcm16
 from omni.errors import UserError
-from tests.infer.conftest import ROOT, write_question
+from tests.infer.conftest import ROOT, in_file, write_question
 
 
 class Kept:
@@ -121,10 +121,10 @@ def test_the_loudspeaker_plays_what_the_file_holds(run, tmp_path, monkeypatch):
     assert stream.calls == ["start", "stop", "close"]
 
 
-@pytest.mark.parametrize("realtime", [[], ["--realtime"]])
+@pytest.mark.parametrize("realtime", [False, True])
 def test_a_loudspeaker_that_refuses_leaves_no_file_either(run, tmp_path, monkeypatch, realtime):
     monkeypatch.setitem(sys.modules, "sounddevice", fake_sounddevice(refuse=True))
-    done = run("ask", "--text", "hi", "--speaker", "--out", "a.wav", *realtime)
+    done = run("ask", "--text", "hi", "--speaker", "--out", "a.wav", *in_file(tmp_path, realtime=realtime))
     assert done.code == 2 and "8000 Hz" in done.err
     assert list(tmp_path.iterdir()) == []
 
@@ -183,7 +183,7 @@ def test_an_error_does_not_wait_for_the_pipe_to_end(tmp_path):
 
 @pytest.mark.long
 def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
-    with start(folder, tmp_path, "--text", "hi", "--out", "-", "--realtime") as process:
+    with start(folder, tmp_path, "--text", "hi", "--out", "-", *in_file(tmp_path, realtime=True)) as process:
         assert len(process.stdout.read(640)) == 640  # the first frame, long before the last
         process.stdout.close()
         err = process.stderr.read()
@@ -199,7 +199,7 @@ def test_a_reader_that_leaves_early_ends_the_process_quietly(folder, tmp_path):
     ids=lambda number: number.name,
 )
 def test_a_process_that_is_told_to_stop_leaves_a_whole_file_and_its_report(folder, tmp_path, number):
-    with start(folder, tmp_path, "--text", "hi", "--realtime", "--max_seconds", "15", "--json") as process:
+    with start(folder, tmp_path, "--text", "hi", "--max_seconds", "15", "--json", *in_file(tmp_path, realtime=True)) as process:
         deadline = time.monotonic() + 120
         while not any(p.stat().st_size > 44 for p in tmp_path.glob(".answer.wav.part-*")):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()

@@ -12,7 +12,7 @@ import pytest
 import soundfile
 
 from infer.options import in_options
-from tests.infer.conftest import write_question
+from tests.infer.conftest import in_file, write_question
 
 
 def sound(name: str, tmp_path, data=None, rate: int = 16000, **more) -> str:
@@ -57,7 +57,6 @@ WORDS = {
     "task of the other kind": (["ask", "q.wav", "--task", "T1A2"], "T1A2", "sound was given"),
     "no question": (["ask"], "no question", "--text"),
     "both kinds": (["ask", "q.wav", "--text", "hi"], "together", "add --chat"),
-    "context": (["ask", "q.wav", "--context", "10"], "positions", "10", "shorten the question, or give a larger --context"),
     "device that is not there": (["ask", "q.wav", "--device", "cuda:97"], "--device 'cuda:97'", "use --device cpu"),
     "quantize on a GPU": (["ask", "q.wav", "--quantize", "int8", "--device", "cuda"], "--quantize 'int8'", "cuda"),
     "out folder": (["ask", "q.wav", "--out", "no/where.wav"], "no/where.wav", "folder"),
@@ -113,11 +112,12 @@ def test_bad_raw_sound_is_refused(data, part, run, tmp_path, monkeypatch):
 
 
 def test_a_chat_that_is_full_forgets_its_oldest_turns(run, tmp_path):
-    done = run("ask", "--text", "hello there", "and now?", "--chat", "--context", "40", "--json")
+    full = ("--chat", "--json", *in_file(tmp_path, context=40))
+    done = run("ask", "--text", "hello there", "and now?", *full)
     assert done.code == 0 and len(done.text.splitlines()) == 2
-    done = run("ask", "--text", "hello there", "and now? " * 9, "--chat", "--context", "40", "--json")
+    done = run("ask", "--text", "hello there", "and now? " * 9, *full)
     assert done.code == 2 and len(done.text.splitlines()) == 1
-    assert "40" in done.err and done.err.startswith("error: ") and "shorten the question" in done.err
+    assert "40" in done.err and done.err.startswith("error: ") and "shorten the question, or give a larger context" in done.err
 
 
 def test_debug_shows_the_traceback_above_the_line(run):

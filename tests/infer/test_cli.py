@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import typing
 
 import pytest
 
 from infer.__main__ import main
 from infer.cli import COMMANDS, parse
 from infer.options import AskOptions, BenchOptions
+from omni.errors import UserError
 from tests.infer.conftest import ROOT
+
+RARE = [f.name for f in dataclasses.fields(AskOptions) if "rare" in f.metadata]
+"""Options that only the file of --config sets."""
 
 
 def test_defaults_are_those_of_the_dataclasses():
@@ -23,10 +28,9 @@ def test_every_option_can_be_given():
     words = ["ask", "a.wav", "-"]
     wanted = {"files": ("a.wav", "-")}
     given = {bool: ([], True), int: (["7"], 7), float: (["0.5"], 0.5), str: (["x y"], "x y")}
-    import typing
 
     for name, hint in typing.get_type_hints(AskOptions).items():
-        if name == "order":
+        if name == "order" or name in RARE:
             continue
         kind = next((k for k in given if hint in (k, k | None)), None)
         if kind is not None:
@@ -35,8 +39,22 @@ def test_every_option_can_be_given():
     words += ["--text", "how are you?", "7", "-5", "true"]
     wanted["text"] = ("how are you?", "7", "-5", "true")
     wanted["order"] = "sstttt"
-    assert set(wanted) == {f.name for f in dataclasses.fields(AskOptions)}
+    assert set(wanted) == {f.name for f in dataclasses.fields(AskOptions)} - set(RARE)
     assert parse(words) == AskOptions(**wanted)
+
+
+def test_a_file_gives_any_option_and_the_command_line_goes_before_it(tmp_path):
+    file = tmp_path / "ask.yaml"
+    file.write_text("temperature: 0.7\nseed: 3\nmax_silence: 2\ntext: [hello]\n")
+    wanted = AskOptions(temperature=0.0, seed=3, max_silence=2.0, text=("hello",))
+    assert parse(["ask", "--config", str(file), "--temperature", "0"]) == wanted
+    assert parse(["ask", f"--config={file}", "--text", "you"]).text == ("you",)
+    for data, says in {"sed: 1": "unknown key sed; did you mean seed", "top_k: -1": "top_k is -1; it must be"}.items():
+        file.write_text(data)
+        with pytest.raises(UserError, match=f"^{file}: {says}"):
+            parse(["ask", "--config", str(file)])
+    with pytest.raises(UserError, match="--max_silence is set in the file of --config"):
+        parse(["ask", "--max_silence", "2"])
 
 
 ORDERS = {
@@ -69,7 +87,7 @@ def test_help_names_every_option(command, capsys):
         if f.name == "order":
             assert "order" not in text
             continue
-        assert f.name in text and f.metadata["help"].split()[0] in text
+        assert f.name in text and ("rare" in f.metadata or f.metadata["help"].split()[0] in text)
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():

@@ -15,12 +15,12 @@ from tests.infer.conftest import write_question
 HUGE = ["nan", "inf", "-inf", "1e300", "-1", "1" + "0" * 30, "1" + "0" * 5000, "", "x", "0"]
 NUMBERS = {
     "temperature": ["0.7", "1e-300"], "top_k": ["5", "2147483647"], "top_p": ["0.9", "1e-6"], "repetition_penalty": ["1.2"],
-    "seed": ["7", str(2**64 - 1), str(2**64)], "max_seconds": ["0.08", "1e308"], "max_tokens": ["4"], "context": ["60", "5"],
+    "seed": ["7", str(2**64 - 1), str(2**64)], "max_seconds": ["0.08", "1e308"], "max_tokens": ["4"], 
     "threads": ["1", "5000"], "channel": ["0", "1"], "input_rate": ["8000"],
 }  # fmt: skip
 """Options that take a number, with values that are right or nearly so; each is also given one of `HUGE`."""
 
-FLAGS = ["--text_assist", "--chat", "--json", "--realtime", "--debug"]
+FLAGS = ["--chat", "--json", "--debug"]
 WORDS = {
     "task": ["A1A2", "A1T2", "T1A2", "T1T2", "nonsense"], "device": ["cpu", "cuda:99", "abacus"],
     "dtype": ["float32", "int4"], "quantize": ["int8", "int3"],
