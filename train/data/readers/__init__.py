@@ -25,7 +25,7 @@ from train.data.readers.folders import CommonVoice, LibriSpeech, Recordings
 from train.data.readers.moshi import MOSHI
 from train.data.readers.source import RecordReader
 from train.data.readers.table import ROWS, TableReader, unknown
-from train.data.readers.templates.source import PARTS, DialoguesReader
+from train.data.readers.templates.dialogues import PARTS, DialoguesReader
 
 __all__ = [
     "READERS",
