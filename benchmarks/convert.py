@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.apart import run_apart
 from benchmarks.report import Figures, run_checks
-from omni.checkpoint.tensors import write_safetensors
+from omni.checkpoint.tensors import save_tensors
 from omni.convert.contract import text_shapes
 from omni.convert.huggingface import text_config, their_name
 from omni.convert.lazy import Lazy
@@ -81,7 +81,7 @@ def write_model(folder: Path, settings: Mapping[str, Any], shards: int) -> None:
     shards_by_name = {name: files[number * shards // len(shapes)] for number, name in enumerate(shapes)}
     for file in files:
         own = {name: _drawn(name, shapes[name]) for name, shard in shards_by_name.items() if shard == file}
-        write_safetensors(folder / file, own)
+        save_tensors(own, folder / file)
     index = {"metadata": {"total_size": 2 * sum(map(prod, shapes.values()))}, "weight_map": shards_by_name}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(dict(settings)))

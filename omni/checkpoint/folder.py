@@ -1,8 +1,8 @@
 """Saves and loads model folders: `config.json`, `model.safetensors`, `tokenizer.json`, `codec/` where the codec has weights.
 
 Nothing in it can run code. A folder is written beside its name and renamed when it is whole; `config.json` holds the size and
-the CRC-32 of every other file, so a truncated or mixed-up folder is refused. The configuration is compared with the header of
-the weights before a model is built (`omni.checkpoint.tensors`).
+the CRC-32 of every other file, so a truncated or mixed-up folder is refused. The header of the weights is compared with the
+configuration before they are read.
 """
 
 from __future__ import annotations
@@ -14,50 +14,84 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
+from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder
 from omni.checkpoint.tensors import (
     DTYPES,
     FileStamp,
     check_finite,
-    check_header,
     check_inside,
     crc32_of,
     finite,
     not_finite,
     read_pieces,
+    read_safetensors,
     save_tensors,
-    write_file,
 )
 from omni.codec.base import AudioCodec
 from omni.codec.registry import load_if_given
-from omni.config import FORMAT_VERSION, ModelConfig, from_dict, to_dict
-from omni.convert.lazy import FLOATS, Lazy, lazies_of, type_name
+from omni.config import ModelConfig, from_dict, to_dict
+from omni.convert.lazy import FLOATS, Lazy, WriteCallback, lazies_of, type_name
 from omni.cpu.int8 import MOST, check_linears, empty_int8, largest_of, whole_numbers
 from omni.errors import PackageError, UserError
 from omni.files import AGAIN, read_json, refuse_pointer, replacing_folder
 from omni.model.linears import TEXT_HEAD, crc_of, name_crc
-from omni.model.speech_model import SpeechModel, Unfilled, check_state
+from omni.model.speech_model import SpeechModel, check_state
 from omni.stores.reading import local_path, naming
 from omni.text import Tokenizer
-from omni.utils.hardware import QUANTIZED
+from omni.utils.configuration import validate
 
 LOG = logging.getLogger(__name__)
 
 LONGEST = 16_000_000
 """Most bytes of a `config.json`."""
 
-QUANTIZED_FORMAT = 2
-"""Format of folders whose weights are held in fewer bits; readers that know of format 1 alone refuse them."""
+
+@dataclass(frozen=True)
+class Quantized:
+    """How weights are held in fewer bits.
+
+    Attributes:
+        checksums: of the linears' weights in full precision (`omni.model.linears.checksum_of`), by name.
+    """
+
+    form: Literal["int8"]
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """The `config.json` of a model folder.
+
+    Attributes:
+        format: 2 where the weights are held in fewer bits, which readers that know of format 1 alone refuse.
+        model: plain data of a `ModelConfig`.
+        files: sizes and checksums of all other files.
+        extra: plain data.
+        quantized: None for weights in full precision.
+    """
+
+    format: Literal[1, 2]
+    model: dict[str, Any]
+    files: dict[str, FileStamp]
+    extra: dict[str, Any] = field(default_factory=dict)
+    quantized: Quantized | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder."""
+        stamps = {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(self.files.items())}
+        held = {} if self.quantized is None else {"quantized": asdict(self.quantized)}
+        data = {"format": self.format, **held, "model": self.model, "files": stamps, "extra": self.extra}
+        (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -83,9 +117,12 @@ def save_folder(
     tokenizer: Tokenizer,
     *,
     codec_folder: str | os.PathLike[str] | None = None,
+    write_codec: Callable[[Path], object] | None = None,
     extra: Mapping[str, Any] | None = None,
     only_finite: bool = False,
-) -> None:
+    needed: int = 0,
+    on_progress: WriteCallback | None = None,
+) -> dict[str, FileStamp]:
     """Write a model folder beside its name, then rename it, which replaces an older folder of that name.
 
     Where the name is a symbolic link, its target is replaced.
@@ -93,44 +130,47 @@ def save_folder(
     Args:
         state: the `state_dict` of a `SpeechModel` (tied tensors once); lazy tensors are read one after another.
         codec_folder: weights of the codec to copy along.
+        write_codec: writes them into a folder, where they are nowhere.
         extra: plain data kept under `extra` in `config.json`.
         only_finite: refuse weights that are not finite (`NotFinite`).
+        needed: bytes that will be written; a disk that is too small is refused before anything is.
+        on_progress: called with the bytes of the weights that are written, and their total.
+
+    Returns:
+        size and CRC-32 of each file but `config.json`, which holds them.
 
     Raises:
         UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
-    with replacing_folder(folder) as staging:
-        save_tensors(lazies_of(state), staging / WEIGHTS, only_finite=only_finite)
+    with replacing_folder(folder, needed) as staging:
+        weights = save_tensors(lazies_of(state), staging / WEIGHTS, only_finite=only_finite, on_progress=on_progress)
         tokenizer.save(staging / TOKENIZER)
-        if codec_folder is not None:
+        if write_codec is not None:
+            (staging / CODEC).mkdir()
+            write_codec(staging / CODEC)
+        elif codec_folder is not None:
             shutil.copytree(codec_folder, staging / CODEC)
-        files = {p.relative_to(staging).as_posix(): FileStamp.of(p) for p in staging.rglob("*") if p.is_file()}
-        write_config(staging, {"format": FORMAT_VERSION, "model": to_dict(config)}, files, extra or {})
-
-
-def write_config(folder: Path, head: Mapping[str, Any], files: Mapping[str, FileStamp], extra: Mapping[str, Any]) -> None:
-    """Write a model folder's `config.json`: `head`, the list of its other files, and plain data."""
-    listed = {name: {"bytes": stamp.bytes, "crc32": stamp.crc32} for name, stamp in sorted(files.items())}
-    data = {**head, "files": listed, "extra": dict(extra)}
-    write_file(folder / CONFIG, (json.dumps(data, indent=2) + "\n").encode())
+        others = {p.relative_to(staging).as_posix(): p for p in staging.rglob("*") if p.is_file()}
+        files = {WEIGHTS: weights, **{name: FileStamp.of(p) for name, p in others.items() if name != WEIGHTS}}
+        FolderConfig(1, to_dict(config), files, dict(extra or {})).write(staging)
+    return files
 
 
 def check_full_precision(folder: str | os.PathLike[str], work: str) -> None:
     """Refuse a model folder whose weights are held in fewer bits (UserError), for `work` needs them in full precision."""
     path = local_path(folder)
     with naming(folder, path):
-        form = stored_form(_read(path), path / CONFIG)
-    if form is not None:
-        raise UserError(
-            f"{folder} holds {form} weights, which only answer: {work} needs the folder in full precision that it was made from"
-        )
+        held = read_stored(path).quantized
+    if held is not None:
+        made_from = "the folder in full precision that it was made from"
+        raise UserError(f"{folder} holds {held.form} weights, which only answer: {work} needs {made_from}")
 
 
 def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The model's configuration; UserError where the folder is not a model folder of a known version."""
     path = local_path(folder)
     with naming(folder, path):
-        return from_dict(ModelConfig, _read(path)["model"], f"{folder}/{CONFIG}: model")
+        return from_dict(ModelConfig, read_stored(path).model, f"{folder}/{CONFIG}: model")
 
 
 def load_folder(
@@ -160,53 +200,29 @@ def load_folder(
     """
     path = local_path(folder)
     with naming(folder, path):
-        return _load_folder(path, device, dtype, quantize, codec_folder, weights, mute)
-
-
-def _load_folder(
-    path: Path,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    quantize: str | None,
-    codec_folder: str | os.PathLike[str] | None,
-    weights: bool,
-    mute: bool,
-) -> LoadedFolder:
-    data = _read(path)
-    form = stored_form(data, path / CONFIG)
-    if form is not None and torch.device(device).type != "cpu":
-        raise UserError(f"{path} holds {form} weights, which are for device cpu, not for {device}; use 'cpu'")
-    config = from_dict(ModelConfig, data["model"], f"{path / CONFIG}: model")
-    if is_pickle(path / WEIGHTS):  # before its size is compared: a pickle has another
-        raise UserError(f"{path / WEIGHTS} is a pickle, which could run code; convert it to safetensors first")
-    extra = stored_extra(data, path / CONFIG)
-    listed = listed_files(data, path / CONFIG)
-    for name, (size, _) in listed.items():
-        _check_size(path / name, size)
-    check_header(config, path / WEIGHTS)
-    for name, (_, checksum) in listed.items():
-        if weights or name != WEIGHTS:
-            _check_sum(path / name, checksum)
-    if weights:
-        model = _load_model(config, path / WEIGHTS, data if form is not None else None, quantize)
-        _move(model, device, dtype)
-        check_finite(model, path / WEIGHTS, dtype)
-    else:
-        model = SpeechModel.unfilled(config).eval()
-    tokenizer = Tokenizer.from_file(path / TOKENIZER)
-    if len(tokenizer) > config.layout.text.size:
-        raise UserError(
-            f"{path / TOKENIZER} has {len(tokenizer)} ids, but the layout's text stream only {config.layout.text.size}; "
-            "is it the tokenizer of another model?"
-        )
-    try:
-        codec = load_codec_of(path, config, codec_folder, device)
-    except PackageError as error:
-        if not mute:
-            raise
-        LOG.warning("%s answers without sound: %s", path, error)
-        codec = None
-    return LoadedFolder(model, tokenizer, config, codec, extra)
+        stored, config = read_stored(path), read_config(path)
+        if stored.quantized is not None and torch.device(device).type != "cpu":
+            raise UserError(
+                f"{path} holds {stored.quantized.form} weights, which are for device cpu, not for {device}; use 'cpu'"
+            )
+        model = _load_model(path, stored, config, quantize, weights)
+        if weights:
+            model.to(device=device, dtype=dtype)
+            check_finite(model, path / WEIGHTS, dtype)
+        tokenizer = Tokenizer.from_file(path / TOKENIZER)
+        if len(tokenizer) > config.layout.text.size:
+            raise UserError(
+                f"{path / TOKENIZER} has {len(tokenizer)} ids, but the layout's text stream only {config.layout.text.size}; "
+                "is it the tokenizer of another model?"
+            )
+        try:
+            codec = load_codec_of(path, config, codec_folder, device)
+        except PackageError as error:
+            if not mute:
+                raise
+            LOG.warning("%s answers without sound: %s", path, error)
+            codec = None
+    return LoadedFolder(model.eval(), tokenizer, config, codec, stored.extra)
 
 
 def load_codec_of(
@@ -222,18 +238,6 @@ def load_codec_of(
     return load_if_given(config.codec, weights, device)
 
 
-def _move(model: SpeechModel, device: torch.device | str, dtype: torch.dtype | None) -> None:
-    """Moves a model in place, and sets it to eval mode; UserError for a device that is not there."""
-    try:
-        model.to(device=device, dtype=dtype).eval()
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError) as error:  # PyTorch raises either for a device that is not there
-        reason = str(error).partition("\n")[0]
-        otherwise = "use cpu, or cuda on a machine with a GPU"
-        raise UserError(f"device {device} is not available here ({reason}); {otherwise}") from error
-
-
 def stored_dtype(folder: str | os.PathLike[str]) -> torch.dtype | None:
     """Number format of a model folder's largest tensor; None where it cannot be read (`load_folder` says why)."""
     try:
@@ -245,93 +249,53 @@ def stored_dtype(folder: str | os.PathLike[str]) -> torch.dtype | None:
         return None
 
 
-def _load_model(config: ModelConfig, file: Path, quantized: Mapping[str, Any] | None, quantize: str | None) -> SpeechModel:
-    """The model of a file of weights.
-
-    Args:
-        quantized: the data of its folder's configuration, where the weights are held in int8.
-    """
+def _load_model(path: Path, stored: FolderConfig, config: ModelConfig, quantize: str | None, weights: bool) -> SpeechModel:
+    """The model of a folder, all of whose files are compared with what was saved; without `weights`, their sizes alone, and its
+    parameters are on the meta device."""
+    file, held = path / WEIGHTS, stored.quantized
+    for name, stamp in stored.files.items():
+        _check_size(path / name, stamp.bytes)
+    if held is None:
+        model = SpeechModel.unfilled(config)
+        check_state(read_safetensors(file), model.state_dict(), str(file))
+    for name, stamp in stored.files.items():
+        if weights or name != WEIGHTS:
+            check_sum(path / name, stamp.crc32)
+    if not weights:
+        return SpeechModel.unfilled(config)
     try:
-        if quantized is None and quantize is not None:
+        if held is None and quantize is not None:
             tensors, checksums = int8_tensors(config, read_pieces(file), str(file))
             return model_in_int8(config, {name: tensor() for name, tensor in tensors.items()}, checksums(), str(file))
         state = load_file(file)
     except (OSError, SafetensorError, struct.error) as error:
         raise UserError(f"weights {file} cannot be read ({error}); {AGAIN}") from error
-    if quantized is not None:
-        return model_in_int8(config, state, stored_checksums(quantized, file.parent / CONFIG), str(file))
-    return SpeechModel.from_state(config, state, where=str(file))
+    if held is not None:
+        return model_in_int8(config, state, held.checksums, str(file))
+    model.load_state_dict(state, assign=True)
+    return model
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_stored(path: Path) -> FolderConfig:
+    """The `config.json` of a model folder; UserError where it is none of a known version, or lists files outside of the folder,
+    or not the weights and the tokenizer."""
     check_folder(path)
     file = path / CONFIG
     data = read_json(file, longest=LONGEST)
-    if "model" not in data or data.get("format") not in (FORMAT_VERSION, QUANTIZED_FORMAT):
-        raise UserError(
-            f"{file}: format {data.get('format')!r} is unknown; this version reads format {FORMAT_VERSION} and, for weights in "
-            f"fewer bits, {QUANTIZED_FORMAT}"
-        )
-    return data
-
-
-def stored_form(data: Mapping[str, Any], file: Path) -> str | None:
-    """The form in fewer bits in which the configuration at `file` says that the weights are held; None for full precision.
-    UserError where it is not known."""
-    if data.get("format") != QUANTIZED_FORMAT:
-        return None
-    held = data.get("quantized")
-    form = held.get("form") if isinstance(held, dict) else None
-    if form not in QUANTIZED:
-        raise UserError(
-            f"{file}: the weights are held as {form!r}; this version reads {' and '.join(QUANTIZED)}: quantise the original "
-            "model again"
-        )
-    return str(form)
-
-
-def stored_checksums(data: Mapping[str, Any], file: Path) -> dict[str, int]:
-    """The checksums of the linears' weights in full precision that the configuration at `file` of a folder in int8 holds."""
-    checksums = data["quantized"].get("checksums", {})
-    if not isinstance(checksums, dict) or not all(isinstance(value, int) for value in checksums.values()):
-        raise UserError(f"{file}: quantized: checksums must be whole numbers by name; {AGAIN}")
-    return checksums
-
-
-def stored_extra(data: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The plain data (`extra`) of the configuration at `file`."""
-    extra = data.get("extra", {})
-    if not isinstance(extra, dict):
-        raise UserError(f"{file}: extra is {extra!r}; it must be an object; {AGAIN}")
-    return extra
-
-
-def listed_files(data: Mapping[str, Any], file: Path) -> dict[str, tuple[int, int]]:
-    """Size and CRC-32 of each file that the configuration at `file` lists: the weights and the tokenizer among them, and none
-    outside of its folder (UserError)."""
-    listed = data.get("files", {})
-    if not isinstance(listed, dict):
-        raise UserError(f"{file}: files is {listed!r}; it must list the folder's files; {AGAIN}")
-    out: dict[str, tuple[int, int]] = {}
-    for name, entry in listed.items():
-        check_inside(file.parent, name, file)
-        match entry:
-            case {"bytes": int(size), "crc32": int(checksum)}:
-                out[name] = size, checksum
-            case _:
-                raise UserError(
-                    f"{file}: files: {name} is {entry!r}; it must hold the file's bytes and crc32, two whole numbers; {AGAIN}"
-                )
+    known = {entry.name: data[entry.name] for entry in fields(FolderConfig) if entry.name in data}
+    stored = validate(FolderConfig, known, lambda key: f"{file}: ")
+    for name in stored.files:
+        check_inside(path, name, file)
     for name in (WEIGHTS, TOKENIZER):
-        if name not in out:
+        if name not in stored.files:
             raise UserError(f"{file}: files does not list {name}, whose checksum it must hold; {AGAIN}")
-    return out
+    return stored
 
 
 def foreign_file(folder: str | os.PathLike[str]) -> str | None:
     """Name of the first file, or link, in a model folder that is none of its model's; UserError where it is no such folder."""
     path = Path(folder)
-    own = {CONFIG, *listed_files(_read(path), path / CONFIG)}
+    own = {CONFIG, *read_stored(path).files}
     names = []
     for parent, folders, files in os.walk(path):
         links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
@@ -343,28 +307,28 @@ def check_sizes(folder: str | os.PathLike[str]) -> None:
     """Refuse a model folder one of whose files is missing or has another size (UserError); none of them is read."""
     path = local_path(folder)
     with naming(folder, path):
-        for name, (size, _) in listed_files(_read(path), path / CONFIG).items():
-            _check_size(path / name, size)
+        for name, stamp in read_stored(path).files.items():
+            _check_size(path / name, stamp.bytes)
 
 
 def check_whole(folder: str | os.PathLike[str]) -> None:
     """Refuse a model folder one of whose files is missing, has another size, or is not what was saved (UserError)."""
     path = local_path(folder)
     check_sizes(path)
-    for name, (_, checksum) in listed_files(_read(path), path / CONFIG).items():
-        _check_sum(path / name, checksum)
+    for name, stamp in read_stored(path).files.items():
+        check_sum(path / name, stamp.crc32)
 
 
 def listed_names(folder: str | os.PathLike[str]) -> list[str]:
     """Names of the files that a model folder's configuration lists; UserError where it is no such folder."""
     path = local_path(folder)
     with naming(folder, path):
-        return sorted(listed_files(_read(path), path / CONFIG))
+        return sorted(read_stored(path).files)
 
 
-def _check_sum(file: Path, wanted: int) -> None:
-    """Refuse a file whose CRC-32 is another."""
-    if crc32_of(file) != wanted:
+def check_sum(file: Path, wanted: int, on_read: Callable[[int], object] = lambda count: None) -> None:
+    """Refuse a file whose CRC-32 is another (UserError); `on_read` is called with the bytes of each piece."""
+    if crc32_of(file, on_read) != wanted:
         raise UserError(f"{file} does not match its checksum in {CONFIG}; {AGAIN}")
 
 
@@ -447,8 +411,8 @@ def int8_tensors(
         UserError: a tensor is missing, of another shape, not part of the configuration or no floating-point weight, or a
             module cannot be replaced (`omni.cpu.int8.check_linears`).
     """
-    model = _skeleton(config)
-    check_state(state, model.state_dict(), where)  # type: ignore[arg-type]
+    model = SpeechModel.unfilled(config)
+    check_state(state, model.state_dict(), where)
     for name, tensor in state.items():
         if tensor.dtype not in FLOATS:
             raise UserError(
@@ -471,7 +435,7 @@ def model_in_int8(config: ModelConfig, state: Mapping[str, Tensor], checksums: M
     Raises:
         UserError: a tensor is missing, of another shape or type, or not part of the configuration.
     """
-    model = _skeleton(config)
+    model = SpeechModel.unfilled(config)
     norm = state.get("decoder.norm.weight")
     held = empty_int8(model, checksums, torch.float32 if norm is None else norm.dtype)
     check_state(state, model.state_dict(), where)
@@ -484,10 +448,4 @@ def model_in_int8(config: ModelConfig, state: Mapping[str, Tensor], checksums: M
                 "original model again"
             )
     model.load_state_dict(state, assign=True)
-    model.decoder.reset_buffers()
     return model
-
-
-def _skeleton(config: ModelConfig) -> SpeechModel:
-    with Unfilled():
-        return SpeechModel(config)

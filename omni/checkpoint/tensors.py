@@ -3,8 +3,7 @@
 Reading: safetensors (one file, or shards listed in an index) and files of `torch.save` mapped into memory, so that only the
 rows that are asked for are read; the latter under `weights_only`, which refuses whatever could run code.
 
-Writing: header first, then each tensor in pieces of a few megabytes, its CRC-32 taken on the way. Files are written into a
-folder beside the wanted one, which is renamed when everything is on the disk.
+Writing: header first, then each tensor in pieces of a few megabytes, its CRC-32 taken on the way.
 
 The format: https://github.com/huggingface/safetensors#format (8 bytes of header length, a JSON header, the data).
 """
@@ -16,7 +15,7 @@ import pickle
 import shutil
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,89 +26,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from omni.checkpoint.places import is_pickle
-from omni.config import ModelConfig
 from omni.convert.lazy import Lazy, Progress, WriteCallback
 from omni.errors import UserError
 from omni.files import AGAIN, LargeFile, read_json, refuse_pointer
 
-LONGEST = 100_000_000
-"""Most bytes of a safetensors header (the reference implementation's limit)."""
 
-
-def check_header(config: ModelConfig, path: Path) -> None:
-    """Compare the sizes that make a model large with the shapes in its weights' header, in milliseconds, without building it.
-
-    Raises:
-        UserError: the header cannot be read, or has other layers, tables or widths than the configuration.
-    """
-    stacks = _stacks(config)
-    file = open_safetensors(path, most=1_000_000 + 16_000 * sum(stacks.values()))
-    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    for prefix, count in stacks.items():
-        layers = {name.removeprefix(prefix).partition(".")[0] for name in shapes if name.startswith(prefix)}
-        if len(layers) != count:
-            raise UserError(
-                f"{path}: the configuration asks for {count} layers {prefix}*, the weights have {len(layers)}; they belong to "
-                "another configuration"
-            )
-    for name, wanted in _key_shapes(config).items():
-        if name in shapes and shapes[name] != wanted:  # a missing tensor is named when all tensors are compared
-            raise UserError(
-                f"{path}: tensor {name} has shape {shapes[name]}, the configuration asks for {wanted}; the weights belong to "
-                "another configuration"
-            )
-
-
-def _stacks(config: ModelConfig) -> dict[str, int]:
-    decoder = config.decoder
-    return {
-        "decoder.blocks.": decoder.layers,
-        "decoder.post_blocks.": decoder.post_layers,
-        **{f"encoder.{prefix}": layers for prefix, layers in config.encoder.weight_stacks().items()},
-    }
-
-
-def _key_shapes(config: ModelConfig) -> dict[str, list[int]]:
-    """Shapes of tensors that together depend on every size of decoder, encoder and layout."""
-    d, layout = config.decoder, config.layout
-    first = "decoder.blocks.0"
-    return {
-        "decoder.text_embedding.weight": [layout.text.vocabulary, d.width],
-        "decoder.audio_embedding.weight": [sum(s.vocabulary for s in layout.audio), d.width],
-        f"{first}.attention.q.weight": [d.heads * d.head_size, d.width],
-        f"{first}.attention.k.weight": [d.kv_heads * d.head_size, d.width],
-        f"{first}.mlp.up.weight": [d.mlp_width, d.width],
-        **{f"encoder.{name}": shape for name, shape in config.encoder.weight_shapes().items()},
-    }
-
-
-def open_safetensors(path: Path, most: int = LONGEST) -> Any:
-    """Opens a safetensors file, whose header is checked and whose tensors are mapped, not read.
-
-    Args:
-        most: most bytes that a header with the expected tensors can have.
-
-    Raises:
-        UserError: the file is missing, truncated, a pickle, or its header contradicts itself.
-    """
+def open_safetensors(path: Path) -> Any:
+    """Opens a safetensors file, whose header is checked and whose tensors are mapped, not read. UserError: the file is missing,
+    truncated, a pickle, or its header contradicts itself."""
     if not path.is_file():
         raise UserError(f"{path} is missing; {AGAIN}")
     refuse_pointer(path)
     if is_pickle(path):
         raise UserError(f"{path} is a pickle, which could run code; fetch the safetensors of this model")
-    size = path.stat().st_size
-    with path.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-    if most < length <= min(LONGEST, size):
-        raise UserError(
-            f"{path}: its header of {length} bytes lists far more tensors than the configuration asks for; the weights "
-            "belong to another configuration"
-        )
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise UserError(f"{path} is truncated or no safetensors file ({size} bytes; {reason}); {AGAIN}") from error
+        raise UserError(
+            f"{path} is truncated or no safetensors file ({path.stat().st_size} bytes; {reason}); {AGAIN}"
+        ) from error
 
 
 def check_inside(folder: Path, name: str, where: Path) -> None:
@@ -169,6 +105,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+PT = {"format": "pt"}
+"""Metadata of files for transformers."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -323,49 +261,15 @@ class FileStamp:
         return cls(path.stat().st_size, crc32_of(path))
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, Lazy], on_progress: WriteCallback | None = None, notes: Mapping[str, str] | None = None
-) -> FileStamp:
-    """Write a file of tensors, never holding more than a piece of one.
-
-    Args:
-        on_progress: called with the bytes written so far and the total.
-        notes: stored in the file's metadata.
-
-    Raises:
-        OSError: from the file system; see `omni.files.replacing_folder`, which syncs what is written.
-    """
-    names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # every tensor then starts aligned
-    head, _, size = file_layout(tensors, {"format": "pt", **(notes or {})}, names)
-    progress = Progress(sum(tensor.nbytes for tensor in tensors.values()), on_progress)
-    crc, nonfinite = zlib.crc32(head), dict[str, None]()
-    with path.open("wb") as file:
-        file.write(head)
-        for name in names:
-            for piece in pieces(tensors[name]):
-                if not finite(piece):
-                    nonfinite[name] = None
-                data: Any = piece.contiguous().view(-1).view(torch.uint8).numpy()
-                file.write(data)
-                crc = zlib.crc32(data, crc)
-                progress.add(piece.nbytes)
-    return FileStamp(size, crc, tuple(nonfinite))
-
-
 ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 """Types in the order in which `safetensors.torch.save_file` writes their tensors."""
 
 
 def file_layout(
-    tensors: Mapping[str, Tensor | Lazy], notes: Mapping[str, str] | None = None, names: Sequence[str] | None = None
+    tensors: Mapping[str, Tensor | Lazy], notes: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int], int]:
-    """The first bytes of a safetensors file of these tensors, the offset of each tensor in it, in their order, and its size.
-
-    Args:
-        names: of the tensors in the order of the file; by default that of `safetensors.torch.save_file`.
-    """
-    if names is None:
-        names = sorted(tensors, key=lambda name: (ORDER.index(CODES[tensors[name].dtype]), name))
+    """The first bytes of a safetensors file of these tensors, the offset of each tensor in it, in their order, and its size."""
+    names = sorted(tensors, key=lambda name: (ORDER.index(CODES[tensors[name].dtype]), name))
     offsets: dict[str, int] = {}
     entries: dict[str, Any] = {} if notes is None else {"__metadata__": dict(sorted(notes.items()))}
     end = 0
@@ -382,30 +286,47 @@ def file_layout(
 
 
 def save_tensors(
-    tensors: Mapping[str, Tensor | Lazy], path: Path, notes: Mapping[str, str] | None = None, *, only_finite: bool = False
-) -> None:
+    tensors: Mapping[str, Tensor | Lazy],
+    path: Path,
+    notes: Mapping[str, str] | None = None,
+    *,
+    only_finite: bool = False,
+    checksum: bool = True,
+    on_progress: WriteCallback | None = None,
+) -> FileStamp:
     """Write a safetensors file, byte for byte as `safetensors.torch.save_file` writes it, never holding more than a piece of a
     tensor besides those that are in memory.
 
     Large files do not go through the page cache (`omni.files.LargeFile`), and any file has the permissions of any other.
 
     Args:
+        notes: stored in the file's metadata.
         only_finite: refuse values that are not finite.
+        checksum: look at all values on the way; without, the stamp has a CRC-32 of 0, and names no tensors.
+        on_progress: called with the bytes written so far and the total.
 
     Raises:
-        OSError: from the file system.
+        OSError: from the file system; see `omni.files.replacing_folder`, which syncs what is written.
         NotFinite: a tensor has such values.
     """
     head, offsets, size = file_layout(tensors, notes)
+    progress = Progress(size - len(head), on_progress)
+    crc, nonfinite = zlib.crc32(head), dict[str, None]()
     with LargeFile(path, size) as file:
         file.write(head)
         for name in offsets:
             tensor = tensors[name]
             for piece in pieces(tensor if isinstance(tensor, Lazy) else Lazy.of(tensor)):
-                if only_finite and not finite(piece):
-                    raise NotFinite(name)
-                file.write(piece.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy())
-                del piece  # it may keep a tensor alive while the next one is made
+                if (only_finite or checksum) and not finite(piece):
+                    if only_finite:
+                        raise NotFinite(name)
+                    nonfinite[name] = None
+                data: Any = piece.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+                file.write(data)
+                crc = zlib.crc32(data, crc) if checksum else 0
+                progress.add(len(data))
+                del piece, data  # they may keep a tensor alive while the next one is made
+    return FileStamp(size, crc, tuple(nonfinite))
 
 
 def pieces(tensor: Lazy) -> Iterator[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
-from omni.checkpoint.tensors import FileStamp, read_weights, write_safetensors
+from omni.checkpoint.tensors import PT, FileStamp, read_weights, save_tensors
 from omni.config import DecoderConfig, ModelConfig, RopeScaling
 from omni.convert.contract import (
     COMPANIONS,
@@ -266,7 +266,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     settings["dtype"] = str(head.dtype).removeprefix("torch.")
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
     with replacing_folder(target, sum(t.nbytes for t in weights.values())) as folder:
-        files = {WEIGHTS: write_safetensors(folder / WEIGHTS, weights, on_progress)}
+        files = {WEIGHTS: save_tensors(weights, folder / WEIGHTS, PT, on_progress=on_progress)}
         files |= write_texts(folder, tokenizer, {CONFIG: settings, **{name: kept[name] for name in COMPANIONS if name in kept}})
     return files
 

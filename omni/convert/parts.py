@@ -19,7 +19,7 @@ from typing import Any
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import HOP
 from omni.checkpoint.places import CONFIG, WEIGHTS
-from omni.checkpoint.tensors import FileStamp, read_torch, read_weights, state_of, write_file, write_safetensors
+from omni.checkpoint.tensors import PT, FileStamp, read_torch, read_weights, save_tensors, state_of, write_file
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_codec
 from omni.convert.contract import CodecConfig, Foreign, check_float, match, renamed, shapes_of, whole_number
@@ -139,7 +139,7 @@ def fill_codec(folder: Path, source: Foreign, on_progress: WriteCallback | None 
     assert isinstance(source.config, CodecConfig)
     settings = json.dumps(dict(source.config.settings), indent=2) + "\n"
     return {
-        WEIGHTS: write_safetensors(folder / WEIGHTS, source.tensors, on_progress),
+        WEIGHTS: save_tensors(source.tensors, folder / WEIGHTS, PT, on_progress=on_progress),
         CONFIG: write_file(folder / CONFIG, settings.encode()),
     }
 

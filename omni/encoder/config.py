@@ -163,14 +163,6 @@ class EncoderConfig(ABC):
         """A small encoder with the same kinds of parts, to try a step on; by default the same."""
         return self
 
-    def weight_stacks(self) -> dict[str, int]:
-        """Number of layers below each prefix of the weights' names, to refuse a folder before memory is taken for it."""
-        return {}
-
-    def weight_shapes(self) -> dict[str, list[int]]:
-        """Shapes of weights that together depend on every size, to the same end."""
-        return {}
-
 
 def _fits(cls: Any) -> bool:
     return is_dataclass(cls) and isinstance(cls, type) and issubclass(cls, EncoderConfig) and not isabstract(cls)

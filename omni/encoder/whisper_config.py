@@ -223,15 +223,6 @@ class WhisperConfig(EncoderConfig):
     def narrow(self) -> WhisperConfig:
         return replace(self, width=64, heads=2)
 
-    def weight_stacks(self) -> dict[str, int]:
-        return {"whisper.blocks.": self.layers}
-
-    def weight_shapes(self) -> dict[str, list[int]]:
-        return {
-            "whisper.positional_embedding": [self.positions, self.width],
-            "whisper.conv1.weight": [self.width, self.n_mels, 3],
-        }
-
 
 ENCODERS.add(WhisperConfig.kind, WhisperConfig)
 

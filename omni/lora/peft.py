@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.places import ADAPTER_CONFIG
-from omni.checkpoint.tensors import FileStamp, open_safetensors, read_safetensors, write_file, write_safetensors
+from omni.checkpoint.tensors import PT, FileStamp, open_safetensors, read_safetensors, save_tensors, write_file
 from omni.config import ModelConfig
 from omni.convert.contract import Foreign, TextConfig
 from omni.convert.huggingface import our_name, their_name
@@ -109,7 +109,7 @@ def save_adapter(
     settings = _settings(weights.config, pairs, sorted(modules), base)
     with replacing_folder(target, sum(t.nbytes for t in tensors.values())) as staging:
         return {
-            WEIGHTS: write_safetensors(staging / WEIGHTS, {name: Lazy.of(t) for name, t in tensors.items()}, notes=notes),
+            WEIGHTS: save_tensors(tensors, staging / WEIGHTS, {**PT, **notes}),
             CONFIG: write_file(staging / CONFIG, (json.dumps(settings, indent=2) + "\n").encode()),
         }
 

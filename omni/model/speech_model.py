@@ -171,7 +171,7 @@ class Unfilled(TorchFunctionMode):
 _FILLING = ("normal_", "uniform_", "kaiming_uniform_", "fill_", "zero_", "ones_", "zeros_")
 
 
-def check_state(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
+def check_state(state: Mapping[str, Any], wanted: Mapping[str, Tensor], where: str) -> None:
     """Refuse weights that do not fit: UserError naming the first tensor that is missing, of another shape, or extra."""
     for name, tensor in wanted.items():
         if name not in state:

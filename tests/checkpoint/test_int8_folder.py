@@ -176,9 +176,8 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda p: altered(p, lambda d: d["quantized"].update(form="int4")), "held as 'int4'; this version reads int8"),
-        (lambda p: altered(p, lambda d: d.pop("quantized")), "held as None"),
-        (lambda p: altered(p, lambda d: d.update(format=1)), r"tensor \S+\.scale is not part"),
+        (lambda p: altered(p, lambda d: d["quantized"].update(form="int4")), "quantized.form is 'int4'; it must be 'int8'"),
+        (lambda p: altered(p, lambda d: d.pop("quantized")), r"tensor \S+\.scale is not part"),
         (lambda p: with_tensors(p, lambda t: t.pop("decoder.audio_head.scale")), "decoder.audio_head.scale is missing"),
         (
             lambda p: with_tensors(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from omni.checkpoint import tensors as safe
 from omni.checkpoint.tensors import DTYPES as KNOWN
-from omni.checkpoint.tensors import read_safetensors, read_weights, save_tensors, write_safetensors
+from omni.checkpoint.tensors import PT, read_safetensors, read_weights, save_tensors
 from omni.convert.lazy import FLOATS, Lazy, LazyTensors, cast, joined, lazies_of
 from omni.errors import UserError
 from omni.files import replacing_folder
@@ -46,7 +46,7 @@ def test_what_is_written_in_pieces_is_what_the_reference_reads(piece, monkeypatc
     monkeypatch.setattr(safe, "PIECE", piece)
     want, seen = tensors(), []
     path = tmp_path / "a.safetensors"
-    stamp = write_safetensors(path, {n: Lazy.of(t) for n, t in want.items()}, lambda done, total: seen.append((done, total)))
+    stamp = save_tensors(want, path, PT, on_progress=lambda done, total: seen.append((done, total)))
     assert stamp.bytes == path.stat().st_size and stamp.crc32 == zlib.crc32(path.read_bytes())
     back = load_file(path)
     assert back.keys() == want.keys()
@@ -99,10 +99,10 @@ def test_tensors_that_are_not_finite_are_named_once(bad, dtype, monkeypatch, tmp
     want = {name: torch.full((100, 3), torch.finfo(torch.float16).max).to(dtype) for name in "abc"}
     want |= {"none": torch.ones(0, 3), "whole": torch.ones(3, dtype=torch.long)}
     kept = {name: Lazy.of(tensor) for name, tensor in want.items()}
-    assert write_safetensors(tmp_path / "a", kept).nonfinite == ()
+    assert save_tensors(kept, tmp_path / "a").nonfinite == ()
     for row in (1, 2, 99):
         want["b"][row, 2] = float(bad)
-    assert write_safetensors(tmp_path / "a", kept).nonfinite == ("b",)
+    assert save_tensors(kept, tmp_path / "a").nonfinite == ("b",)
 
 
 def test_what_the_reference_writes_is_read_row_by_row(tmp_path):
@@ -125,7 +125,7 @@ def test_the_writer_never_asks_for_more_than_a_piece(shape, monkeypatch, tmp_pat
         asked.append((stop - start) * shape[1] * 4)
         return torch.zeros(stop - start, shape[1])
 
-    write_safetensors(tmp_path / "a", {"x": Lazy(shape, torch.float32, read)})
+    save_tensors({"x": Lazy(shape, torch.float32, read)}, tmp_path / "a")
     assert max(asked) <= 400 and sum(asked) == shape[0] * shape[1] * 4
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_leaves_nothing_half_written(there, monkeypatch, tmp_path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(UserError, match="No space left on device.*free some space"), replacing_folder(target) as folder:
-        write_safetensors(folder / "w", {"x": Lazy((4, 4), torch.float32, Full().read)})
+        save_tensors({"x": Lazy((4, 4), torch.float32, Full().read)}, folder / "w")
     assert [p.name for p in tmp_path.rglob("*")] == (["out", "old"] if there else [])
     with pytest.raises(UserError, match="needs 1000000000.00 GB"), replacing_folder(target, 10**18):
         pass

@@ -119,13 +119,9 @@ def test_the_least_clip_of_a_step_without_speech(config: EncoderConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
-def test_blocks_and_weights_are_those_of_the_configuration(config: EncoderConfig) -> None:
+def test_blocks_are_those_of_the_configuration(config: EncoderConfig) -> None:
     encoder = make(config)
     assert len(encoder.blocks) == config.layers
-    state = encoder.state_dict()
-    for prefix, layers in config.weight_stacks().items():
-        assert len({name.removeprefix(prefix).partition(".")[0] for name in state if name.startswith(prefix)}) == layers
-    assert all(list(state[name].shape) == shape for name, shape in config.weight_shapes().items())
     assert isinstance(build_encoder(config.narrow()), Encoder)
 
 

@@ -97,7 +97,7 @@ def test_a_writing_that_breaks_off_leaves_nothing(run, model, tmp_path, monkeypa
     def full(*given: object, **more: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("omni.convert.omni_folder.write_safetensors", full)
+    monkeypatch.setattr("omni.convert.omni_folder.save_tensors", full)
     done = run("quantize", "model", "small")
     assert done.code == 2 and "small cannot be written" in done.err and "nothing was left there" in done.err
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
