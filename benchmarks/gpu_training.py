@@ -32,8 +32,8 @@ from train.data.batching.batch import Batch
 from train.distributed.fabric import compile_blocks
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 from train.objective.objective import targets
+from train.plan.memory import worst_batch
 from train.trainer.metrics import StepFlops
-from train.trainer.preflight import worst_batch
 
 HALF = torch.bfloat16
 KERNELS = {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 from omni.checkpoint.places import CODEC
 from omni.errors import UserError
@@ -19,7 +19,7 @@ from omni.utils.charts import print_table
 from omni.utils.process import importing
 from omni.utils.remote import spelled
 from train.config.parse import ConfigParser
-from train.console.command import Listing, Parser, add_progress, check_command, check_least, given_path
+from train.console.command import Listing, Parser, add_progress, check_least, given_path, run_subcommand
 from train.console.progress import counted, duration
 from train.data.inspect.checks import KINDS, Bounds, Findings
 from train.data.inspect.filter import DROPPED, filter_rows, read_rules
@@ -39,18 +39,6 @@ if TYPE_CHECKING:
 
 def run_prepare(argv: Sequence[str]) -> int:
     """Runs the command; prints what was made, and how long it took."""
-    parser = _prepare_parser()
-    chosen = parser.read(argv)
-    config = parser.configuration()
-    start = time.monotonic()
-    done = prepare(chosen["source"], chosen["out"], config, chosen["progress"])
-    print(summary(done, chosen["out"]))
-    if chosen["progress"] != "off":
-        print(f"took {duration(time.monotonic() - start)}", file=sys.stderr)
-    return 0
-
-
-def _prepare_parser() -> ConfigParser:
     formats = "\n".join(f"  {name:<18} {reader.summary}" for name, reader in READERS.items())
     parser = ConfigParser(
         prog="omni-train data prepare",
@@ -63,7 +51,14 @@ def _prepare_parser() -> ConfigParser:
     parser.add_argument("out", type=given_path, help="folder to make")
     parser.add_config(PrepareConfig)
     add_progress(parser)
-    return parser
+    chosen = parser.read(argv)
+    config = parser.configuration()
+    start = time.monotonic()
+    done = prepare(chosen["source"], chosen["out"], config, chosen["progress"])
+    print(summary(done, chosen["out"]))
+    if chosen["progress"] != "off":
+        print(f"took {duration(time.monotonic() - start)}", file=sys.stderr)
+    return 0
 
 
 def run_validate(argv: Sequence[str]) -> int:
@@ -87,11 +82,9 @@ def run_validate(argv: Sequence[str]) -> int:
     check_least(chosen, examples=0)
     codecs = Codecs(chosen["codec_folder"])
     processes = chosen_processes(chosen)
-    with contextlib.ExitStack() as stack:
-        stream: TextIO | None = None
-        if chosen["findings"] is not None:
-            chosen["findings"].parent.mkdir(parents=True, exist_ok=True)
-            stream = stack.enter_context(open(chosen["findings"], "w", encoding="utf-8"))
+    if chosen["findings"] is not None:
+        chosen["findings"].parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if chosen["findings"] is None else open(chosen["findings"], "w", encoding="utf-8") as stream:
         findings = Findings(chosen["examples"], stream)
         summary = validate(chosen["data"], chosen["against"], bounds, codecs, findings, chosen["progress"], processes)
     show_findings(summary, chosen["data"])
@@ -157,19 +150,13 @@ def run_filter(argv: Sequence[str]) -> int:
     report = filter_rows(
         chosen["data"], chosen["out"], rules, codecs, whisper, chosen["shard_mb"], chosen["progress"], processes
     )
-    show_kept(report, chosen["out"])
-    return 0
-
-
-def show_kept(report: Mapping[str, Any], out: Path) -> None:
-    """Prints how many rows were kept."""
-    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {out}")
+    print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
     for line in report.get("unreadable_files", ())[:SHOWN]:
         print(f"warning: {line}")
     if report["dropped"]:
-        rows = [[name, str(count)] for name, count in report["rules"].items()]
-        print_table("", ("rule", "rows it drops"), rows)
-        print(f"why each row was dropped: {out / DROPPED}")
+        print_table("", ("rule", "rows it drops"), [[name, str(count)] for name, count in report["rules"].items()])
+        print(f"why each row was dropped: {chosen['out'] / DROPPED}")
+    return 0
 
 
 def run_stats(argv: Sequence[str]) -> int:
@@ -191,20 +178,16 @@ def run_stats(argv: Sequence[str]) -> int:
     tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
     scan, processes = Scan(chosen["data"]), chosen_processes(chosen)
     collected = collect(scan, codecs, target, tasks, chosen["progress"], processes)
-    return report_stats(collected, chosen["data"], chosen["out"], target.config.decoder.context if target is not None else 0)
-
-
-def report_stats(collected: Collected, data: Path, out: Path | None, context: int) -> int:
-    """Print statistics, and write report and pictures to `out`, where there is one; UserError where no row could be read."""
-    with importing():
-        from train.data.inspect.collect import draw_all
-
     if collected.damaged and not collected.all.rows:
         raise UserError(collected.damaged[0])
     show_stats(collected)
+    out, context = chosen["out"], target.config.decoder.context if target is not None else 0
     if out is not None:
+        with importing():
+            from train.data.inspect.collect import draw_all
+
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / STATS, plain(collected, data))
+        write_json(out / STATS, plain(collected, chosen["data"]))
         print(f"wrote {', '.join(str(file) for file in [out / STATS, *draw_all(collected, out, context)])}")
     return 0
 
@@ -227,10 +210,8 @@ def show_stats(collected: Collected) -> None:
         if set(groups) - {""}:
             _show_groups(name, groups)
     _show_texts(collected)
-    rows = []
-    for name, values in collected.samples.items():
-        of = summary(values)
-        rows.append([name, str(of["count"]), *(f"{of[column]:.4g}" for column in COLUMNS)])
+    summaries = {name: summary(values) for name, values in collected.samples.items()}
+    rows = [[name, str(of["count"]), *(f"{of[column]:.4g}" for column in COLUMNS)] for name, of in summaries.items()]
     if rows:
         print_table("lengths; spaces are no characters", ("", "count", *COLUMNS.values()), rows)
     for codec in collected.codes:
@@ -255,12 +236,11 @@ def _show_texts(collected: Collected) -> None:
 
 
 def _show_groups(name: str, groups: dict[str, Group]) -> None:
-    order = sorted(groups, key=lambda value: (-groups[value].rows, value))
-    rows = []
-    for value in order[:SHOWN]:
-        group = groups[value]
-        lengths = duration(group.question_seconds), duration(group.answer_seconds)
-        rows.append([value or "(none)", str(group.rows), str(group.turns), *lengths])
+    order = sorted(groups.items(), key=lambda group: (-group[1].rows, group[0]))
+    rows = [
+        [value or "(none)", str(of.rows), str(of.turns), duration(of.question_seconds), duration(of.answer_seconds)]
+        for value, of in order[:SHOWN]
+    ]
     more = f" ({len(order)}, the {SHOWN} largest)" if len(order) > SHOWN else ""
     print_table(f"by {name}{more}", (name, "rows", "turns", "questions", "answers"), rows)
 
@@ -298,28 +278,13 @@ def run_listen(argv: Sequence[str]) -> int:
     return 0
 
 
-SUBCOMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "prepare": (run_prepare, "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
-    "validate": (run_validate, "find what is wrong with rows: validate DATA"),
-    "stats": (run_stats, "lengths, speakers, texts in tables and plots: stats DATA"),
-    "listen": (run_listen, "one row as sound and text: listen DATA ROW"),
-    "filter": (run_filter, "keep the rows that rules allow: filter DATA OUT --rules FILE"),
-}
-"""Name of a command to its function of the words after it, which returns the exit code, and what it does."""
-
-HELP = """usage: omni-train data COMMAND [options]
-
-{commands}
-
-`omni-train data COMMAND --help` explains a command."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs a command on data; returns the exit code."""
-    arguments = list(argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP.format(commands="\n".join(f"  {name:<9} {text}" for name, (_, text) in SUBCOMMANDS.items())))
-        return 0 if arguments else 2
-    name, *rest = arguments
-    check_command(name, SUBCOMMANDS, "data")
-    return SUBCOMMANDS[name][0](rest)
+    commands = {
+        "prepare": (run_prepare, "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
+        "validate": (run_validate, "find what is wrong with rows: validate DATA"),
+        "stats": (run_stats, "lengths, speakers, texts in tables and plots: stats DATA"),
+        "listen": (run_listen, "one row as sound and text: listen DATA ROW"),
+        "filter": (run_filter, "keep the rows that rules allow: filter DATA OUT --rules FILE"),
+    }
+    return run_subcommand("data", argv, commands)

@@ -33,12 +33,12 @@ from train.data.sources.mixture import UsedUp
 from train.distributed.fabric import AdapterPrecision, compile_blocks, product_type, quantized_type
 from train.objective.objective import Objective, targets
 from train.optim.optimizer import Average, Optimizers, build_optimizer, describe, parameter_groups, set_trainable
-from train.plan.memory import estimate, meta_model
+from train.plan.memory import estimate, meta_model, worst_batch
 from train.plan.plan import kind_of, placed
 from train.trainer.build import with_alignment
 from train.trainer.initial_model import apply_lora, build_initial, shape_of, stored_padded, teacher_of
 from train.trainer.metrics import StepFlops
-from train.trainer.preflight import check_devices, check_packages, check_start, worst_batch
+from train.trainer.preflight import check_machine, check_start
 from train.trainer.profiler import step_range
 from train.trainer.usage import is_out_of_memory, out_of_memory
 
@@ -119,11 +119,10 @@ def describe_run(config: FitConfig, profile: str | None = None) -> str:
         step_range(profile, config.budget)
     config, notes = with_alignment(config), list[str]()
     check_start(config)
-    for check in (lambda: check_devices(config.fabric), lambda: check_packages(config)):
-        try:
-            check()
-        except UserError as error:
-            notes.append(f"note: {error}")
+    try:
+        check_machine(config)
+    except UserError as error:
+        notes.append(f"note: {error}")
     initial = build_initial(config.model, config.seed)
     model = initial.model
     if config.lora is not None:

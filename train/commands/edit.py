@@ -1,8 +1,8 @@
-"""`omni-train edit COMMAND ...`: correct single answers of a model."""
+"""`omni-train edit COMMAND ...`: correct single answers of a model (docs/editing.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +11,12 @@ from omni.utils.charts import print_table
 from omni.utils.process import importing, say
 from omni.utils.remote import check_there
 from train.config.parse import ConfigParser, file_first
-from train.console.command import check_command, given_model, given_path
+from train.console.command import given_model, given_path, run_subcommand
 from train.console.progress import counted
 from train.edit.config import ApplyConfig, EditEvalConfig, EditFitConfig, MergeConfig
 
-HELP = """usage: omni-train edit COMMAND [options]
-
-  apply     teach facts: apply MODEL FACTS.jsonl OUT [--config FILE.yaml] [--any.key value ...]
-  eval      do they hold, and does all else stay: eval MODEL EDITS FACTS.jsonl OUT [--config FILE.yaml] [...]
-  merge     a model with the edits in its weights: merge MODEL EDITS OUT
-  revert    the model as it was before: revert MERGED EDITS OUT
-  fit       learn an editor (MEND) on rows of data: fit CONFIG.yaml [--any.key value ...]
-
-`omni-train edit COMMAND --help` explains a command. Editing itself: docs/editing.md."""
-
 MODEL, EDITS = "a model folder", "a folder of edits, as `edit apply` writes it"
 FACTS, OUT = "JSON lines of corrections (docs/editing.md)", "the folder to write"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Runs a command on edits; returns the exit code."""
-    arguments = list(argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(HELP)
-        return 0 if arguments else 2
-    name, *rest = arguments
-    check_command(name, COMMANDS, "edit")
-    return COMMANDS[name](rest)
 
 
 def read_command(
@@ -122,10 +101,13 @@ def _fit(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "fit": _fit,
-    "apply": _apply,
-    "eval": _eval,
-    "merge": _merge,
-    "revert": _revert,
-}
+def main(argv: Sequence[str]) -> int:
+    """Runs a command on edits; returns the exit code."""
+    commands = {
+        "apply": (_apply, "teach facts: apply MODEL FACTS.jsonl OUT [--config FILE.yaml] [--any.key value ...]"),
+        "eval": (_eval, "do they hold, and does all else stay: eval MODEL EDITS FACTS.jsonl OUT [--config FILE.yaml] [...]"),
+        "merge": (_merge, "a model with the edits in its weights: merge MODEL EDITS OUT"),
+        "revert": (_revert, "the model as it was before: revert MERGED EDITS OUT"),
+        "fit": (_fit, "learn an editor (MEND) on rows of data: fit CONFIG.yaml [--any.key value ...]"),
+    }
+    return run_subcommand("edit", argv, commands)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -32,6 +32,16 @@ def check_command(name: str, known: Iterable[str], of: str = "") -> None:
     names = list(known)
     if name not in names:
         raise UserError(f"{of} command {name!r} is unknown; {closest(name, names)}".strip())
+
+
+def run_subcommand(of: str, argv: Sequence[str], commands: Mapping[str, tuple[Callable[[Sequence[str]], int], str]]) -> int:
+    """Runs one of the commands `of` a command: each has a function, which returns the exit code, and a line for `--help`."""
+    if not argv or argv[0] in ("-h", "--help"):
+        listed = "\n".join(f"  {name:<9} {text}" for name, (_, text) in commands.items())
+        print(f"usage: omni-train {of} COMMAND [options]\n\n{listed}\n\n`omni-train {of} COMMAND --help` explains a command.")
+        return 0 if argv else 2
+    check_command(argv[0], commands, of)
+    return commands[argv[0]][0](argv[1:])
 
 
 def find_config(name: str | Path) -> Path:

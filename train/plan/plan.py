@@ -21,11 +21,11 @@ from train.data.batching.packer import PackerShard
 from train.data.build import build_pipeline
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import targets
-from train.plan.memory import Memory, estimate, meta_model
+from train.plan.memory import Memory, estimate, meta_model, worst_batch
 from train.trainer.build import with_alignment
 from train.trainer.initial_model import build_initial, shape_of
 from train.trainer.metrics import StepFlops
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers, worst_batch
+from train.trainer.preflight import check_machine, check_resume, check_start
 
 CUDA_CONTEXT, WASTE = 0.6 * GIB, {"cuda": 0.05, "cpu": 0.25}
 """Bytes of a GPU that the driver takes, and the share of a device that its allocator keeps in freed blocks (on a CPU 11 to 30 %
@@ -161,13 +161,11 @@ def _room(device_type: str, gpu_gib: float | None, gpu: str | None, world: int) 
 def _refused(configured: FitConfig, config: FitConfig, here: bool) -> tuple[list[str], list[str]]:
     """Why `fit` would refuse a run, by its own checks, and notes: also what this machine lacks, unless the run is `here`."""
     refused, notes = list[str](), list[str]()
-    lacking = refused if here else notes
+    machine = replace(config, fabric=configured.fabric) if here else config
     checks: list[tuple[Callable[[], object], list[str]]] = [
         (lambda: check_resume(configured) if configured.run_folder else None, refused),
         (lambda: notes.extend(check_start(config)), refused),
-        (lambda: check_devices((configured if here else config).fabric), lacking),
-        (lambda: check_packages(config), lacking),
-        (lambda: check_workers(config), lacking),
+        (lambda: check_machine(machine), refused if here else notes),
     ]
     for check, lines in checks:
         try:

@@ -55,7 +55,7 @@ from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepHealth, StepMetrics
 from train.trainer.parts import CALLBACKS, Callback, Callbacks, Figures, Outcome, Parts
 from train.trainer.plots import pictures
-from train.trainer.preflight import check_devices, check_packages, check_resume, check_start, check_workers
+from train.trainer.preflight import check_machine, check_resume, check_start
 from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import Feed, GuardedStep, PlainStep, Step, TimedStep
@@ -96,9 +96,7 @@ def run_fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str 
     config, larger = config.shared_by(processes)  # as many micro-batches as they can share
     check_resume(config, configured)
     notes = [*([] if larger is None else [larger]), *check_start(with_alignment(config))]
-    check_devices(config.fabric)
-    check_packages(config)
-    check_workers(config)
+    check_machine(config)
     callbacks = list(callbacks)
     for name in config.callbacks:
         try:

@@ -1,5 +1,4 @@
-"""Checks a run before it starts: what its configuration names must exist, and its patterns must match something. Makes the
-fullest batch that it may meet, by which memory is planned and measured.
+"""Checks a run before it starts: what its configuration names must exist, and its patterns must match something.
 
 All that is missing is reported at once, before any weights are read: patterns are tried on a model without values, made from
 the configuration of the folder that the run starts from.
@@ -7,7 +6,6 @@ the configuration of the folder that the run starts from.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +18,13 @@ from omni.checkpoint.folder import CODEC, check_sizes
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.layout import IGNORE
 from omni.lora import peft
 from omni.lora.attach import add_adapter, targets_of
 from omni.model.linears import chosen_linears, tied_names
 from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
-from omni.tasks import TASKS, find_task
+from omni.tasks import find_task
 from omni.utils.arguments import match_names
 from omni.utils.remote import check_there
 from train.checkpoint import retention
@@ -36,9 +33,8 @@ from train.config.run import FitConfig, plain_config
 from train.config.sections import LORA, FabricConfig
 from train.console.command import check_folder_to_be
 from train.data.augment import noise_files
-from train.data.batching.batch import Batch
 from train.data.build import sources_held_out
-from train.data.config import DataConfig, tasks_of
+from train.data.config import DataConfig
 from train.data.rows.files import ROWS, find_files, missing_parts, sample_rows
 from train.data.sources.streams import StreamSource
 from train.distributed.sharding import check_divides
@@ -66,8 +62,8 @@ def check_start(config: FitConfig) -> list[str]:
     for name in config.callbacks:
         with problems.of("callbacks"):
             CALLBACKS.find(name, "callbacks")
-            if config.callbacks.count(name) > 1:
-                raise UserError(f"callbacks names {name} twice; leave one out")
+        if config.callbacks.count(name) > 1:
+            problems.add("callbacks", f"callbacks names {name} twice; leave one out")
     notes = _check_rows(config.data, problems, config.objective.encoder_alone)
     if config.validation.questions:
         with problems.of("validation.questions"):
@@ -86,8 +82,8 @@ def check_start(config: FitConfig) -> list[str]:
 
 def check_resume(config: FitConfig, configured: FitConfig | None = None) -> None:
     """Refuses a folder that holds anything but a run (`retention.check_run_folder`), and a configuration other than that of
-    the run's last checkpoint, before a model is built. `given` is the configuration before the processes made its batch
-    larger."""
+    the run's last checkpoint, before a model is built. `configured` is the configuration before the processes made its
+    batch larger."""
     folder = Path(config.run_folder)
     retention.check_run_folder(folder, config.resume == "restart")
     checkpoint = retention.newest(folder / "checkpoints")
@@ -103,26 +99,25 @@ def check_resume(config: FitConfig, configured: FitConfig | None = None) -> None
     retention.check_resumable(folder, (before,), (plain_config(config),), config.resume == "extend")
 
 
-def check_packages(config: FitConfig) -> None:
-    """Refuses (UserError) weights or an optimizer in 8 bits or less, or a report to wandb, without their package."""
+def check_machine(config: FitConfig) -> None:
+    """Refuses (UserError) what this machine lacks: devices, cores for processes and data workers, packages."""
+    problems, cores = _Problems(), os.cpu_count() or 1
+    with problems.of("fabric"):
+        _check_devices(config.fabric)
     rules = {config.optimizer.name, *(group.rule for group in config.optimizer.groups)}
-    wanted = {"optimizer paged_adamw_8bit": "paged_adamw_8bit" in rules}
-    wanted["a quantised base"] = config.lora is not None and config.lora.quantize is not None
-    for user in [user for user, needed in wanted.items() if needed and find_spec("bitsandbytes") is None]:
-        raise UserError(f"{user} needs the package bitsandbytes: pip install bitsandbytes")
+    coded = {
+        "optimizer paged_adamw_8bit": "paged_adamw_8bit" in rules,
+        "a quantised base": config.lora and config.lora.quantize,
+    }
+    for user in [user for user, needed in coded.items() if needed and find_spec("bitsandbytes") is None]:
+        problems.add(user, f"{user} needs the package bitsandbytes: pip install bitsandbytes")
     if config.log.wandb and find_spec("wandb") is None:
-        raise UserError("log.wandb needs the package wandb: pip install wandb, or leave it out")
-
-
-def check_workers(config: FitConfig) -> None:
-    """Refuses (UserError) more data workers than this machine's CPU can run."""
-    data = config.data
-    most = max(8, WORKERS_A_CORE * (os.cpu_count() or 1))
-    if data.workers > most:
-        raise UserError(
-            f"data.workers is {data.workers}, but there are {os.cpu_count()} core(s) here, for at most {most} workers; give a "
-            f"number from 0 to {most}"
-        )
+        problems.add("log.wandb", "log.wandb needs the package wandb: pip install wandb, or leave it out")
+    workers, most = config.data.workers, max(8, WORKERS_A_CORE * cores)
+    if workers > most:
+        there = f"there are {cores} core(s) here, for at most {most} workers; give a number from 0 to {most}"
+        problems.add("data.workers", f"data.workers is {workers}, but {there}")
+    problems.tell()
 
 
 class _Problems:
@@ -137,7 +132,11 @@ class _Problems:
         try:
             yield
         except UserError as error:
-            self.lines.setdefault(str(error), key)
+            self.add(key, str(error))
+
+    def add(self, key: str, text: str) -> None:
+        """Notes a problem under a key, unless it is known."""
+        self.lines.setdefault(text, key)
 
     def tell(self) -> None:
         """Raises all errors that were noted as one UserError; does nothing where there are none."""
@@ -148,12 +147,8 @@ class _Problems:
             raise UserError("\n".join([f"{len(lines)} things are lacking:", *(f"  {line}" for line in lines)]))
 
 
-# --- devices --------------------------------------------------------------------------------------------------------------
-
-
-def check_devices(fabric: FabricConfig) -> None:
-    """Refuses (UserError) devices that this machine lacks, and more processes than its CPU can run; processes that torchrun or
-    srun has started are not counted."""
+def _check_devices(fabric: FabricConfig) -> None:
+    """Processes that torchrun or srun has started are not counted."""
     wanted, gpus, mac = fabric.accelerator, torch.cuda.device_count(), torch.backends.mps.is_available()
     if not gpus and (wanted == "cuda" or (wanted == "gpu" and not mac)):
         raise UserError(f"fabric.accelerator is {wanted}, but PyTorch finds no GPU here; use cpu, or auto")
@@ -216,20 +211,19 @@ def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list
         if not source.folders:
             continue
         with problems.of(f"data.sources.{i}"):
-            stream = source.kind == "stream"
             first = source.folders[0]
-            rows = StreamSource(first, source.read).sample(ROWS) if stream else sample_rows(first)
+            rows = StreamSource(first, source.read).sample(ROWS) if source.kind == "stream" else sample_rows(first)
             missing = missing_parts(rows, source.mixtures, heard_only)
             for task, part, count in [(task, part, n) for task, parts in missing.items() for part, n in parts.items()]:
                 looked = f"{len(rows)} rows looked at in {first}"
                 if count == len(rows):
                     way = "" if heard_only else "; the encoder alone needs only their sound (objective.align_first 1)"
                     text = f"none of {looked} has {part}, which task {task} needs: take {task} out, or complete the rows{way}"
-                    problems.lines.setdefault(text, f"data.sources.{i}.tasks")
-                    continue
-                then = "is left out" if data.broken == "skip" else "ends the run"
-                text = f"{count} of {looked} have no {part}, which task {task} needs"
-                notes.append(f"data.sources.{i}: {text}; with data.broken {data.broken} such a row {then}")
+                    problems.add(f"data.sources.{i}.tasks", text)
+                else:
+                    then = "is left out" if data.broken == "skip" else "ends the run"
+                    text = f"{count} of {looked} have no {part}, which task {task} needs"
+                    notes.append(f"data.sources.{i}: {text}; with data.broken {data.broken} such a row {then}")
     return notes
 
 
@@ -242,31 +236,27 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
     drawn = config.data.drawn if not config.objective.encoder_alone else ()
     spoken = sorted(name for name in drawn if find_task(name).audio)
     if spoken and CODECS.find(shape.codec).weights and section.codec_folder is None and not own:
-        with problems.of("model.codec_folder"):
-            raise UserError(
-                f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their "
-                "folder, or put them into the model folder (omni-train convert ... --codec_folder)"
-            )
-    projector = shape.projector
-    for name in sorted(config.data.drawn) if projector.kind in SHARING else ():
-        task = find_task(name)
-        if task.question == "audio" and task.name not in projector.tasks:
-            with problems.of("data.sources"):
-                raise UserError(
-                    f"data.sources have the task {name}, but model.projector.tasks are {', '.join(projector.tasks)}; name it "
-                    "there"
-                )
+        problems.add(
+            "model.codec_folder",
+            f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their folder, or "
+            "put them into the model folder (omni-train convert ... --codec_folder)",
+        )
+    known = shape.projector.tasks
+    for task in map(find_task, sorted(config.data.drawn) if shape.projector.kind in SHARING else ()):
+        if task.question == "audio" and task.name not in known:
+            text = f"data.sources have the task {task.name}, but model.projector.tasks are {', '.join(known)}; name it there"
+            problems.add("data.sources", text)
 
 
 def _check_teacher(config: FitConfig, shape: ModelConfig, problems: _Problems) -> None:
     """Checks what the encoder is distilled from; that it is trained is checked with the patterns."""
-    weight, key = config.objective.distill_weight, "objective.distill_weight"
-    if weight > 0 and config.model.init_from is None:
-        with problems.of(key):
-            raise untrained("distill", weight, "model.init_from is missing, whose encoder is the teacher: name a model folder")
-    if weight > 0 and not shape.encoder.streams:
-        with problems.of(key):
-            raise untrained("distill", weight, "the encoder hears whole clips, as its teacher: set model.encoder.mode chunked")
+    weight, lacking = config.objective.distill_weight, list[str]()
+    if config.model.init_from is None:
+        lacking.append("model.init_from is missing, whose encoder is the teacher: name a model folder")
+    if not shape.encoder.streams:
+        lacking.append("the encoder hears whole clips, as its teacher: set model.encoder.mode chunked")
+    for why in lacking if weight > 0 else ():
+        problems.add("objective.distill_weight", str(untrained("distill", weight, why)))
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------
@@ -297,77 +287,8 @@ def _check_patterns(config: FitConfig, shape: ModelConfig, problems: _Problems) 
         learning |= match_names([LORA], [name for name, _ in model.named_parameters()], where)
     weight = config.objective.distill_weight
     if weight > 0 and not any(name.startswith("encoder.") for name in learning):
-        way = "trainable" if lora is None else "lora.targets"
-        with problems.of("objective.distill_weight"):
-            raise untrained("distill", weight, f"nothing of the encoder is trained: name encoder.* in {way}")
+        why = f"nothing of the encoder is trained: name encoder.* in {'trainable' if lora is None else 'lora.targets'}"
+        problems.add("objective.distill_weight", str(untrained("distill", weight, why)))
     for group in config.optimizer.groups:
         with problems.of("optimizer.groups"):
             match_names([group.pattern], sorted(learning), "optimizer.groups", also=also)
-
-
-# --- the fullest batch ------------------------------------------------------------------------------------------------
-
-
-PROMPT = 4
-"""Columns of a spoken question's example beside the question itself: input, end, the marker, and one of the answer."""
-
-PADDED_COLUMNS = 256
-"""Columns of an example where every clip costs the encoder its whole window, however short (`EncoderConfig.fixed_length`)."""
-
-
-def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
-    """A batch that no batch of the run exceeds: all rows full, every stream that any task of the mixture trains supervised in
-    every column, and, where any task asks by speech, clips as long as the window and the rows have room for.
-
-    Columns of data belong to a sound or to an answer, these to both: answers cost little beside the decoder's columns, since
-    logits are made in chunks. Where clips have a fixed length there is one to `PADDED_COLUMNS` columns.
-    """
-    rows, length, layout = data.packing.rows, data.packing.length, shape.layout
-    tasks = tasks_of(data)
-    trained = torch.tensor([any(t.trained(layout)[k] for t in tasks) for k in range(len(layout))])
-    tokens = layout.ids("pad")[None, :, None].repeat(rows, 1, length)
-    targets = torch.where(trained[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
-    index = torch.full((rows, length), -1)
-    segments = torch.zeros(rows, length, dtype=torch.long)
-    frames: list[int] = []
-    heard = clips_of(length, shape) if any(task.question == "audio" for task in tasks) else []
-    features = 0
-    for row in range(rows):
-        start = 0
-        for number, count in enumerate(heard):
-            index[row, start + 1 : start + 1 + count] = torch.arange(features, features + count)
-            segments[row, start:] = number
-            frames.append(min(count * shape.projector.stack, shape.encoder.positions))
-            features += count
-            start += count + PROMPT
-    lengths = [shape.encoder.feature_frames(n) for n in frames]
-    spelt = shape.ctc > 1 and data.alignment != "none"
-    return Batch(
-        tokens=tokens,
-        targets=targets,
-        feature_index=index,
-        segments=segments,
-        task=torch.full((rows, length), list(TASKS).index(tasks[-1].name)),
-        inputs=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
-        input_lengths=lengths,
-        frames=frames,
-        transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
-        examples=rows * max(1, len(heard)),
-        positions=rows * length,
-        state={},
-    )
-
-
-def _transcript(count: int, shape: ModelConfig) -> list[int]:
-    """`count` ids of each spelling."""
-    sounds = shape.ctc_sounds - 1
-    return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
-
-
-def clips_of(length: int, shape: ModelConfig) -> list[int]:
-    """Number of features of each clip of a full row."""
-    longest = math.ceil(shape.encoder.positions / shape.projector.stack)
-    each = min(longest + PROMPT, PADDED_COLUMNS if shape.encoder.fixed_length else length, length)
-    whole, rest = divmod(length, each)
-    columns = [each] * whole + ([rest] if rest > PROMPT else [])
-    return [max(1, n - PROMPT) for n in columns if n > PROMPT]

@@ -21,11 +21,10 @@ from train.data.config import SourceConfig
 from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import cells, targets
-from train.plan.memory import meta_model
+from train.plan.memory import meta_model, worst_batch
 from train.plan.plan import pace
 from train.trainer.balanced_step import Balancing
 from train.trainer.parts import Parts
-from train.trainer.preflight import worst_batch
 from train.trainer.step import StepBatches
 
 pytestmark = pytest.mark.usefixtures("forked")

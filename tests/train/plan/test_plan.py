@@ -16,9 +16,8 @@ from train.config.parse import read_run
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, ValidationConfig
 from train.data.config import DataConfig, PackingConfig, SourceConfig, tasks_of
-from train.plan.memory import ANSWERS, Memory, estimate, held, meta_model, packed_bytes
+from train.plan.memory import ANSWERS, Memory, estimate, held, meta_model, packed_bytes, worst_batch
 from train.plan.plan import Knob, changed, count_parameters, savings
-from train.trainer.preflight import worst_batch
 
 pytestmark = pytest.mark.usefixtures("forked")
 GIB, MIB = float(1 << 30), float(1 << 20)

@@ -21,7 +21,7 @@ from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
 from train.trainer.build import fit
 from train.trainer.initial_model import changed
-from train.trainer.preflight import check_start, check_workers
+from train.trainer.preflight import check_machine, check_start
 
 
 def read(recipe: str, *overrides: str) -> FitConfig:
@@ -112,5 +112,5 @@ def test_more_workers_than_the_machine_runs_are_refused(tmp_path: Path) -> None:
     config = read("nano.yaml", "--run_folder", str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"data\.workers is 10000, but there are \d+ core\(s\) here, for at most \d+ workers"):
         fit(replace(config, data=replace(config.data, workers=10**4)))
-    check_workers(replace(config, data=replace(config.data, workers=8, prefetch=8)))
+    check_machine(replace(config, data=replace(config.data, workers=8, prefetch=8)))
     assert not (tmp_path / "run").exists()

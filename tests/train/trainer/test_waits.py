@@ -33,9 +33,9 @@ from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses, Objective, targets
 from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_task
 from train.optim.optimizer import Average, build_optimizer
+from train.plan.memory import worst_batch
 from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
-from train.trainer.preflight import worst_batch
 from train.trainer.step import PlainStep, StepBatches
 
 GPU = torch.device("cuda")
