@@ -108,7 +108,7 @@ def test_mistakes(arguments: list[str], line: str, file: str, tmp_path: Path, ca
     [
         (
             YAML.replace("arithmetic", "arithmatic"),
-            r"data\.sources\.0: the source .*: unknown key 'arithmatic'; did you mean",
+            r"data\.sources\.0: the source .*unknown key arithmatic; did you mean",
         ),
         (YAML + "clip: [\n", "tiny.yaml cannot be read .*give a YAML file"),
         (YAML + "budget: {minutes: 3}\n", r"^configuration .*tiny\.yaml line 7: budget is given again, after line 2; keep"),
