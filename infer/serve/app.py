@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from infer.serve.bounds import SessionBounds
-from infer.serve.errors import Denied, Failure, failure_of
+from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.host import EngineHost
 from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
 from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
@@ -83,13 +83,13 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
 
     @app.exception_handler(EngineLost)
     async def lost(request: Request, error: EngineLost) -> JSONResponse:
-        return response_of(failure_of(error))
+        return response_of(as_protocol_error(error))
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 413:
             return too_large(settings.limits.body_bytes)
-        response = response_of(Failure(error.status_code, str(error.detail)))
+        response = response_of(ProtocolError(str(error.detail), "", status=error.status_code))
         response.headers.update(error.headers or {})
         return response
 
@@ -166,7 +166,7 @@ def add_models(app: FastAPI, server: Server) -> None:
         if name == server.voices.model:
             return JSONResponse(shown)
         message = f"the model {name[:80]!r} does not exist; this server has {server.voices.model!r}"
-        return response_of(Failure(404, message, "model_not_found", param="model"))
+        return response_of(ProtocolError(message, "model_not_found", "model", status=404))
 
 
 def add_rest(app: FastAPI, server: Server) -> None:

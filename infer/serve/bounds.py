@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Any
 
-from infer.serve.errors import Denied, as_protocol_error
+from infer.serve.errors import Denied
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import ServerLimits
 
@@ -94,7 +94,7 @@ class SessionBounds:
         try:
             self._usage.count(**came)
         except Denied as error:
-            self._session.send(as_protocol_error(error).event())
+            self._session.send(error.event())
             raise Closed(POLICY, str(error)) from None
 
     async def _watch(self) -> None:

@@ -17,7 +17,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import InvalidState
 
 from infer.serve.bounds import POLICY, Quota
-from infer.serve.errors import Denied, as_protocol_error
+from infer.serve.errors import Denied
 from infer.serve.telemetry import LOG
 
 HEAD_SECONDS, LINGER = 10.0, 5.0
@@ -160,7 +160,7 @@ class SocketConnection(PacedReading, WebSocketsSansIOProtocol):
         self._data = b""
         self.queue.put_nowait({"type": "websocket.disconnect", "code": POLICY, "reason": str(error)})
         with suppress(InvalidState):  # before it was accepted
-            self.conn.send_text(json.dumps(as_protocol_error(error).event()).encode())
+            self.conn.send_text(json.dumps(error.event()).encode())
         self.conn.fail(POLICY, str(error)[:120])
         self.close_sent, self.disconnected, self.read_paused = True, True, False
         self.transport.write(b"".join(self.conn.data_to_send()))

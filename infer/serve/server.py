@@ -17,15 +17,15 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import Denied, Failure, failure_of
+from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.host import EngineHost
 from infer.serve.keys import LOOPBACK, Keys, check_origin, is_local, key_of
 from infer.serve.realtime.configuration import Configuration, Voices, updated
-from infer.serve.realtime.protocol import LOST
+from infer.serve.realtime.protocol import LOST, ProtocolError
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.state import Transport
 from infer.serve.settings import ServeSettings
-from infer.serve.telemetry import Metrics
+from infer.serve.telemetry import LOG, Metrics
 from infer.turns.vad import VoiceActivity
 from omni.errors import UserError
 from omni.generate.question import longest
@@ -124,13 +124,20 @@ async def respond(work: Awaitable[Response]) -> Response:
     except ClientDisconnect:
         return Response(status_code=GONE)
     except Exception as error:
-        return response_of(failure_of(error))
+        return response_of(logged(error))
 
 
-def response_of(failure: Failure) -> JSONResponse:
+def logged(error: Exception) -> ProtocolError:
+    """The error for a client; a fault of the server is logged."""
+    if not isinstance(error, (ProtocolError, UserError)):
+        LOG.error("a request failed", exc_info=error)
+    return as_protocol_error(error)
+
+
+def response_of(error: ProtocolError) -> JSONResponse:
     """The response to a request that is not answered."""
-    headers = {"retry-after": str(RETRY_SECONDS)} if failure.retry else None
-    return JSONResponse(failure.body, failure.status, headers=headers)
+    headers = {"retry-after": str(RETRY_SECONDS)} if error.retry else None
+    return JSONResponse(error.body, error.status, headers=headers)
 
 
 class Headers:
@@ -162,7 +169,7 @@ class Gate:
         if scope["type"] == "websocket" and scope["path"] != REALTIME:
             if "websocket.http.response" in scope.get("extensions", {}):
                 message = f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}"
-                await response_of(Failure(404, message))(scope, receive, send)
+                await response_of(ProtocolError(message, "", status=404))(scope, receive, send)
             else:
                 await send({"type": "websocket.close", "code": 1008, "reason": f"connect to {REALTIME}"})
         elif scope["type"] == "http" and length_of(scope) > self._most:
@@ -193,7 +200,7 @@ def length_of(scope: Any) -> int:
 def too_large(most: int) -> JSONResponse:
     """The response to a body that has more bytes."""
     message = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
-    return response_of(Failure(413, message, "too_large"))
+    return response_of(ProtocolError(message, "too_large", status=413))
 
 
 def add_web(app: FastAPI, server: Server) -> None:
@@ -233,7 +240,7 @@ def add_web(app: FastAPI, server: Server) -> None:
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus, for this machine alone."""
         if not _is_near(request):
-            return response_of(Failure(403, "metrics are for this machine, by the name of localhost"))
+            return response_of(ProtocolError("metrics are for this machine, by the name of localhost", "", status=403))
         try:
             stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
         except (UserError, asyncio.TimeoutError):

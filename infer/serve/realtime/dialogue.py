@@ -17,7 +17,7 @@ from typing import Any
 
 from infer.pcm import PCM_RATE
 from infer.serve.host import EngineHost
-from infer.serve.realtime.items import ContentPart, ConversationItem
+from infer.serve.realtime.state import ContentPart, ConversationItem
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream

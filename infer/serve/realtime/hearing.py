@@ -1,24 +1,323 @@
-"""The input of a session: its buffer, voice activity, and the turns found in it."""
+"""The input of a session: its buffer, voice activity, the turns found in it, and their transcripts by the model (task A1T1)."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 
-from infer.pcm import PCM_RATE, to_int16
-from infer.serve.realtime.input_buffer import InputBuffer, TurnSound
-from infer.serve.realtime.items import check_length
-from infer.serve.realtime.protocol import ProtocolError, new_id
+from infer.pcm import G711_RATE, PCM_RATE, Resampler, decode, to_int16
+from infer.serve.errors import as_protocol_error, broken
+from infer.serve.realtime.dialogue import closed, opened
+from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.state import SessionState
-from infer.serve.realtime.transcripts import Transcripts
+from infer.serve.realtime.state import ConversationItem, SessionState, check_length
 from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent
 from infer.turns.vad import SpeechStream
+from omni.errors import UserError
+from omni.generate.listening import AudioSoFar
+from omni.generate.results import Ended, TextDelta
+from omni.generate.turn_end import TurnFrames
 
 SHORTEST = 0.1  # seconds of the shortest sound that can be committed, as in OpenAI's
 KEPT = 4.0  # seconds that are kept, while nobody speaks, besides the padding of a turn
 FAINT = 64  # steps of 16 bits between the lowest and the highest sample of silence: -60 dB
+PIECE = 0.1  # seconds of the pieces that are given at least; each takes some time of the loop
+
+AFTER = 1.0  # seconds for which a transcript waits for the first sound of the answer, which comes first
+TRANSCRIPT_TOKENS = 512  # tokens of a transcript
+EVERY = 0.6  # seconds between two of a turn at least
+REST = 3.0  # how many times as long as the last one took nothing is understood at least: a long turn takes longer each time
+CHARACTERS = 30  # characters of a second of speech at most; a model that writes more has lost its way, and nothing is told
+
+WRITTEN, PARTIAL = "conversation.item.input_audio_transcription", "omni.input_audio_transcription.partial"
+"""Beginning of the types of events of a transcript, and type of those of a turn that is not over."""
+
+
+class InputBuffer:
+    """Samples at 24 kHz, at most so many seconds, from second `start` to `end` of the session's input."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._form = "audio/pcm"
+        self._rate = Resampler(PCM_RATE, PCM_RATE)
+        self._half = b""  # the first byte of a sample whose second has not come
+        self._pieces: deque[np.ndarray] = deque()
+        self._samples = self._gone = 0  # that it holds, and of the input before them
+
+    @property
+    def seconds(self) -> float:
+        return self._samples / PCM_RATE
+
+    @property
+    def start(self) -> float:
+        return self._gone / PCM_RATE
+
+    @property
+    def end(self) -> float:
+        return (self._gone + self._samples) / PCM_RATE
+
+    def append(self, data: bytes, form: str) -> np.ndarray:
+        """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
+        ProtocolError for more sound than it holds."""
+        if form != self._form:
+            rate = PCM_RATE if form == "audio/pcm" else G711_RATE
+            self._form, self._rate, self._half = form, Resampler(rate, PCM_RATE), b""
+        if form == "audio/pcm":
+            data = self._half + data
+            whole = len(data) // 2 * 2
+            self._half = data[whole:]
+            return self.add(np.frombuffer(data[:whole], "<i2"))
+        self._check_room(len(data) * PCM_RATE // G711_RATE)
+        return self.add(to_int16(self._rate.push(decode(data, form))))
+
+    def _check_room(self, count: int) -> None:
+        if self._samples + count > self.most * PCM_RATE:
+            raise ProtocolError(
+                f"the buffer holds at most {self.most:g} s of sound; commit or clear it", "input_audio_buffer_full", "audio"
+            )
+
+    def add(self, samples: np.ndarray) -> np.ndarray:
+        """Take samples [S] at 24 kHz, int16; ProtocolError where they are too many."""
+        self._check_room(len(samples))
+        self._pieces.append(samples)
+        self._samples += len(samples)
+        return samples
+
+    def make_room(self, count: int) -> None:
+        """Drop the oldest samples, until so many more can be taken."""
+        self._drop(self._samples + count - int(self.most * PCM_RATE))
+
+    def forget(self, before: float) -> None:
+        """Drop what came before a second of the input."""
+        self._drop(round(before * PCM_RATE) - self._gone)
+
+    def _drop(self, count: int) -> None:
+        count = min(max(count, 0), self._samples)
+        self._samples, self._gone = self._samples - count, self._gone + count
+        while count:
+            piece = self._pieces.popleft()
+            if len(piece) > count:
+                self._pieces.appendleft(piece[count:])
+            count -= min(len(piece), count)
+
+    def part(self, first: float, skip: int, last: float) -> np.ndarray:
+        """The samples [S], int16, between two seconds of the input, without the first `skip` that are there."""
+        begin = skip + max(round(first * PCM_RATE) - self._gone, 0)
+        end = min(round(last * PCM_RATE) - self._gone, self._samples)
+        pieces, at = list[np.ndarray](), self._samples
+        for piece in reversed(self._pieces):
+            if at <= begin:
+                break
+            at -= len(piece)
+            pieces.append(piece[max(begin - at, 0) : max(end - at, 0)])
+        return np.concatenate([np.zeros(0, np.int16), *reversed(pieces)])
+
+    def take(self, first: float = 0.0, last: float = math.inf) -> np.ndarray:
+        """The samples [S], int16, between two seconds of the input; the buffer keeps what came after them."""
+        last = min(last, self.end)
+        sound = self.part(first, 0, last)
+        self.forget(last)
+        return sound
+
+    def drop_half_sample(self) -> None:
+        """Drop the first half of a sample: the next bytes begin with a whole one."""
+        self._half = b""
+
+
+class TurnSound:
+    """The engine's listening to the sound of one turn; `over`: it has ended, or was never possible.
+
+    Args:
+        listen: makes the engine's listening (`omni.generate.listening.Listening`) for the conversation.
+    """
+
+    def __init__(self, listen: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        self.over = False
+        self._listen = listen
+        self._listening: Any = None
+        self._pushed: list[np.ndarray] = []
+        self._count = self._peeked = 0  # samples, of which the latter may not belong to the turn
+
+    @property
+    def frames(self) -> TurnFrames | None:
+        """The turn head's probabilities by frame; None where the turn is not listened to."""
+        listening = self._listening
+        return None if listening is None or self.over else listening.turn
+
+    async def begin(self) -> None:
+        """Begin to listen; a question that the engine cannot listen to is asked whole."""
+        try:
+            self._listening = await self._listen()
+        except UserError:
+            self.over = True
+        if self.over:
+            await self.drop()
+
+    def so_far(self) -> AudioSoFar | None:
+        """The turn so far, as a question; None where it is not listened to."""
+        return None if self._listening is None or self.over else self._listening.so_far()
+
+    def follow(self, buffer: InputBuffer, first: float, last: float) -> None:
+        """Pushes new samples of the turn from the buffer: from second `first` of the input to second `last`, before which all
+        surely belongs to it. The turn head also peeks at what came since."""
+        if self._listening is None or self.over:
+            return
+        if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:
+            self._give(samples)
+        if self.frames is None or self.over:
+            return
+        count = max(self._count, self._peeked)
+        if len(samples := buffer.part(first, count, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
+            self._peeked = count + len(samples)
+
+    def _give(self, samples: np.ndarray) -> None:
+        if self._try("push", samples):
+            self._pushed.append(samples)
+            self._count += len(samples)
+
+    def _try(self, method: str, samples: np.ndarray) -> bool:
+        try:
+            getattr(self._listening, method)(samples)
+        except UserError:  # too long, or the engine was lost: the question says so
+            self.over = True
+        return not self.over
+
+    def heard(self, session: Any, sound: np.ndarray) -> Any:
+        """The session's listening to the committed sound [S], with the rest pushed; None where it heard other sound or none."""
+        listening = self._listening
+        if listening is None or self.over or listening.session is not session:
+            return None
+        pushed = np.concatenate([*self._pushed, sound[:0]])
+        if not np.array_equal(pushed, sound[: len(pushed)]):
+            return None
+        self._give(sound[len(pushed) :])
+        return None if self.over else listening
+
+    async def drop(self) -> None:
+        """Drop the listening: the sound was no question."""
+        self.over = True
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await asyncio.to_thread(listening.drop)
+
+
+class Transcripts:
+    """Writes down the items of one session, one after another, and its turn again and again until it is committed or dropped.
+
+    For the latter one session of the engine is asked each time, which holds what it was asked before of the same sound.
+    """
+
+    def __init__(self, owner: SessionState, responses: Responses) -> None:
+        self._owner, self._responses = owner, responses
+        self._lock = asyncio.Lock()
+        self._session: Any = None
+        self._engine: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._due = self._asked = 0.0
+        self._sent_text = ""
+
+    async def write(self, item: ConversationItem) -> None:
+        """Write an item down."""
+        async with self._lock:
+            if (response := self._responses.active) is not None:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(response.first.wait(), AFTER)
+            part, where = item.content[0], {"item_id": item.id, "content_index": 0}
+            try:
+                part.text = "" if part.silent else await self._text(part.sound, where)
+            except (UserError, ProtocolError) as error:
+                cause = as_protocol_error(error)
+                failure = {"type": cause.error_type, "code": "transcription_failed", "message": str(cause)}
+                self._owner.send({"type": f"{WRITTEN}.failed", **where, "error": failure})
+                return
+            usage = {"type": "duration", "seconds": round(item.seconds, 3)}
+            self._owner.send({"type": f"{WRITTEN}.completed", **where, "transcript": part.text, "usage": usage})
+
+    async def _text(self, sound: Any, where: Event) -> str:
+        """The transcript; its pieces are sent as they come."""
+        text, engine = "", self._owner.host.engine
+        session = await opened(engine, max_tokens=TRANSCRIPT_TOKENS)
+        try:
+            async with session.ask(sound, "A1T1", sample_rate=PCM_RATE) as events:
+                async for event in events:
+                    if isinstance(event, TextDelta):
+                        text += event.text
+                        self._owner.send({"type": f"{WRITTEN}.delta", **where, "delta": event.text})
+                    elif isinstance(event, Ended) and event.reason == "error":
+                        raise broken(event.error, engine)
+        finally:
+            await closed(session)
+        return text.strip()
+
+    # --- turns that are not over --------------------------------------------------------------------------------------
+
+    def follow(self, item: str, first: float, last: float, question: Callable[[], Any]) -> None:
+        """Transcribes a turn of seconds `first` to `last` of the input, for its future item, when the next transcript is due.
+        `question` makes the question of the turn so far; None where there is nothing yet."""
+        if self._task is None and last > self._asked and time.monotonic() >= self._due:
+            self._due, self._asked = time.monotonic() + EVERY, last
+            self._task = self._owner.spawn(self._follow(item, last - first, question))
+
+    def stop(self) -> None:
+        """The turn was committed or dropped: what is under way is cancelled, and nobody waits for it."""
+        task, self._task, self._sent_text = self._task, None, ""
+        self._due = time.monotonic() + EVERY
+        if task is not None:
+            task.cancel()
+
+    async def _follow(self, item: str, seconds: float, question: Callable[[], Any]) -> None:
+        start, session = time.monotonic(), None
+        try:
+            if not await asyncio.to_thread(self._owner.host.spare) or (asked := question()) is None:
+                return
+            session = await self._ready()
+            text = await self._partial(session, asked, round(CHARACTERS * (seconds + 1)))
+            if text and text != self._sent_text:
+                self._sent_text = text
+                self._owner.send({"type": PARTIAL, "item_id": item, "content_index": 0, "transcript": text})
+            session = None
+        except UserError:  # nothing was heard yet, or the engine was lost: the turn's own transcript says so
+            pass
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+            self._due = max(self._due, time.monotonic() + REST * (time.monotonic() - start))
+            if session is not None:  # its history is not known
+                await self.close()
+
+    async def _ready(self) -> Any:
+        engine = self._owner.host.engine
+        if self._session is None or self._engine is not engine:
+            context = self._owner.settings.answering.context
+            self._session, self._engine = await opened(engine, max_tokens=TRANSCRIPT_TOKENS, context=context), engine
+        return self._session
+
+    async def _partial(self, session: Any, question: Any, most: int) -> str:
+        """The transcript, "" where it has more than `most` characters; the session forgets it."""
+        text = ""
+        async with session.ask(question, "A1T1", sample_rate=PCM_RATE) as events:
+            async for event in events:
+                if isinstance(event, TextDelta):
+                    text += event.text
+                if len(text) > most or (isinstance(event, Ended) and event.reason == "error"):
+                    text = ""
+                    break
+            await asyncio.to_thread(session.withdraw, events.running)
+        return text.strip()
+
+    async def close(self) -> None:
+        """Close the session that turns were asked in."""
+        session, self._session = self._session, None
+        if session is not None:
+            with contextlib.suppress(UserError):
+                await closed(session)
 
 
 class SessionInput:
@@ -77,7 +376,9 @@ class SessionInput:
         if self._owner.configuration.omni.partial_transcripts:
             self._transcripts.follow(self._item, self._start, self._sure, self._so_far)
         semantic = detector is not None and isinstance(detector.settings, SemanticVad)
-        self._turn = self._turn or self._responses.listen(semantic)
+        if self._turn is None and (listen := self._responses.listen(semantic)) is not None:
+            self._turn = TurnSound(listen)
+            self._owner.spawn(self._turn.begin())
         if self._turn is not None:
             self._turn.follow(buffer, self._start, self._sure)
 

@@ -31,13 +31,14 @@ LOST = "the engine was lost and is started again; ask again in some seconds"
 
 
 class ProtocolError(Exception):
-    """An `error` event for the client.
+    """An error of a client's event or request, or of the server's, as the client is told.
 
     Attributes:
         code: for programs; clients compare some of them.
         param: the field that is wrong, as `session.audio.input`.
-        error_type: `invalid_request_error`, or `server_error`.
+        error_type: `invalid_request_error`, `server_error`, or over HTTP `rate_limit_exceeded`.
         event_id: the client's event, of a message that could not be read.
+        status: of HTTP; `retry`, whether the same request may succeed later.
     """
 
     def __init__(
@@ -47,15 +48,23 @@ class ProtocolError(Exception):
         param: str | None = None,
         error_type: str = "invalid_request_error",
         event_id: str | None = None,
+        status: int = 400,
+        retry: bool = False,
     ) -> None:
         super().__init__(message)
         self.code, self.param, self.error_type, self.event_id = code, param, error_type, event_id
+        self.status, self.retry = status, retry
 
     def event(self, event_id: str | None = None) -> Event:
-        """The event; `event_id` is the client's."""
+        """The `error` event; `event_id` is the client's."""
         named = self.event_id or event_id
         error = {"type": self.error_type, "code": self.code, "message": str(self), "param": self.param, "event_id": named}
         return {"type": "error", "error": filled(error)}
+
+    @property
+    def body(self) -> Event:
+        """The body of a response over HTTP."""
+        return {"error": {"message": str(self), "type": self.error_type, "param": self.param, "code": self.code or None}}
 
 
 class _ClientEvent(BaseModel):
@@ -141,7 +150,9 @@ def check_costly(text: Any, left: int = COSTLY) -> int:
         while index >= 0:
             left, index = left - 1, text.find(sign, index + 1)
             if left < 0:
-                raise ProtocolError(f"the JSON has more than {COSTLY:,} signs {{, [ and comma; send less", "too_large")
+                raise ProtocolError(
+                    f"the JSON has more than {COSTLY:,} signs {{, [ and comma; send less", "too_large", status=413
+                )
     return left
 
 
@@ -199,18 +210,3 @@ def new_id(prefix: str) -> str:
 def filled(values: Event) -> Event:
     """The values that are not None: strict clients drop events with null where they expect nothing."""
     return {key: value for key, value in values.items() if value is not None}
-
-
-def json_type(value: Any) -> str:
-    """The JSON type of a value in words, such as `a list`."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    types: dict[str, Any] = {"a text": str, "a number": (int, float), "a list": list, "an object": dict}
-    return next(name for name, python_type in types.items() if isinstance(value, python_type))
-
-
-def shown(value: Any) -> str:
-    """A value in an error message: a text or number itself, of others the JSON type."""
-    return repr(value)[:60] if isinstance(value, (str, int, float)) and not isinstance(value, bool) else json_type(value)

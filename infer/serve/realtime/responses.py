@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,11 +20,9 @@ from infer.serve.errors import as_protocol_error, broken, is_question_error
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import BETA, Configuration, check_modalities, updated
 from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn, prompted, turns_of
-from infer.serve.realtime.input_buffer import TurnSound
-from infer.serve.realtime.items import ContentPart, ConversationItem, read_item
 from infer.serve.realtime.playback import Outlet, Pacer
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
-from infer.serve.realtime.state import SessionState
+from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState, read_item
 from infer.serve.settings import limited
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
@@ -105,10 +103,9 @@ class Response:
                 if self.request.question is None:
                     raise UserError(NOTHING)
                 ended = await self._answer(self.request.question)
-            except (UserError, ProtocolError) as raised:
-                error = raised
             except Exception as raised:
-                self._owner.log.exception("response failed")
+                if not isinstance(raised, (UserError, ProtocolError)):
+                    self._owner.log.exception("response failed")
                 error = raised
             await self._finish(ended, error)
         finally:
@@ -206,8 +203,7 @@ class Response:
         send = self._owner.send
         send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
         if self.request.conversation:
-            before = self._owner.items.before(self.item)
-            send({"type": "conversation.item.added", "previous_item_id": before, "item": self.item.shown()})
+            self._owner.tell_item("added", self.item)
         self.item.content = [self._part]
         send({"type": "response.content_part.added", **self._where, "part": self._shown_part("")})
         self.first.set()
@@ -265,8 +261,7 @@ class Response:
                 send({"type": "response.output_text.done", **self._where, "text": text})
             send({"type": "response.content_part.done", **self._where, "part": self._shown_part(text)})
             if self.request.conversation:
-                before = self._owner.items.before(self.item)
-                send({"type": "conversation.item.done", "previous_item_id": before, "item": self.item.shown()})
+                self._owner.tell_item("done", self.item)
             send({"type": "response.output_item.done", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
         elif self.request.conversation:
             self._owner.items.discard(self.item)
@@ -449,9 +444,9 @@ class Responses:
         if question is not None:
             self.respond(ResponseRequest(self._owner.configuration, before, question, endpointing=endpointing))
 
-    def listen(self, semantic: bool) -> TurnSound | None:
-        """Listen to what somebody begins to say, and where it ends (`semantic`); None while an answer or another question is
-        under way, or where the engine has no use for it."""
+    def listen(self, semantic: bool) -> Callable[[], Coroutine[Any, Any, Any]] | None:
+        """How the engine listens to what somebody begins to say, and to where it ends (`semantic`); None while an answer or
+        another question is under way, or where the engine has no use for it."""
         owner, configuration = self._owner, self._owner.configuration
         if self.active is not None or configuration.type != "realtime" or not owner.host.listens:
             return None
@@ -460,9 +455,7 @@ class Responses:
             return None
         spoken = speaks(owner, configuration)
         options, task = options_of(owner, configuration, spoken), task_of(configuration, True, spoken)
-        turn = TurnSound(lambda: self.dialogue.listen(before, task, options, semantic))
-        owner.spawn(turn.begin())
-        return turn
+        return lambda: self.dialogue.listen(before, task, options, semantic)
 
     def duck(self, on: bool) -> None:
         """Have the answer softer, or as loud as before: by the page, which does it at once, or by what is sent."""

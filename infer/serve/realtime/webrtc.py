@@ -24,7 +24,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from infer.serve.bounds import EXPIRED, Closed, Quota, SessionBounds
-from infer.serve.errors import Denied, Failure
+from infer.serve.errors import Denied
 from infer.serve.keys import LOOPBACK
 from infer.serve.realtime.configuration import merged
 from infer.serve.realtime.playback import Outlet
@@ -254,7 +254,7 @@ class Calls:
             call = self._calls.get(call_id)
             if call is None or call.owner != owner:
                 message = f"there is no call {call_id[:80]!r}, or it has ended"
-                return response_of(Failure(404, message, "call_not_found"))
+                return response_of(ProtocolError(message, "call_not_found", status=404))
             call.session.transport.end("the client hung up")
             return Response()
 
@@ -276,7 +276,7 @@ class Calls:
         try:
             offer, changes = await asyncio.wait_for(_read(request), BODY_SECONDS)
         except asyncio.TimeoutError:
-            raise Failure(408, "the body did not come in time", "request_timeout") from None
+            raise ProtocolError("the body did not come in time", "request_timeout", status=408) from None
         transport = CallTransport(server.settings.limits.unread_bytes)
         omni = request.query_params.get("omni") == "1"
         session = server.begin("webrtc", owner, transport, merged(secret, changes), omni)

@@ -14,7 +14,7 @@ from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from infer.serve.bounds import POLICY, Closed, SessionBounds
-from infer.serve.errors import Denied, as_protocol_error
+from infer.serve.errors import Denied
 from infer.serve.realtime.playback import Outlet, SentOutlet
 from infer.serve.realtime.protocol import Event
 
@@ -116,7 +116,7 @@ async def serve_socket(transport: SocketTransport, bounds: SessionBounds) -> str
 
 async def refuse(socket: WebSocket, error: Denied) -> None:
     """Accept a socket only to tell why it is closed: clients show events, but hide the status of a handshake."""
-    event = {"event_id": "event_refused", **as_protocol_error(error).event()}
+    event = {"event_id": "event_refused", **error.event()}
     with contextlib.suppress(*GONE):
         await socket.accept("realtime" if "realtime" in socket.scope.get("subprotocols", []) else None)
         await asyncio.wait_for(socket.send_text(json.dumps(event)), CLOSING)

@@ -9,17 +9,16 @@ import io
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import soundfile
 
 from infer.pcm import PCM_RATE, Resampler, encode
-from infer.serve.errors import Failure
-from infer.serve.realtime.protocol import Event
+from infer.serve.errors import server_error
+from infer.serve.realtime.protocol import ProtocolError
 from omni.audio.wav import wav_header
-from omni.generate.results import AudioChunk, Ended
+from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.results import Event as Output
 from omni.tasks import Turn
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 
     from omni.generate.answer_stream import AnswerStream
     from omni.generate.messages import Message
+
+T = TypeVar("T")
 
 KEPT, KEPT_SECONDS = 1000, 3600  # number of spoken answers that can be referred to by their ids, and for how long
 
@@ -48,44 +49,56 @@ _BLOCK = 1 << 16  # samples that are encoded at a time
 _LEAST = PCM_RATE // 100  # samples of a file: those of some formats are none without any
 
 
-async def begun(answer: AnswerStream) -> AsyncIterator[Output]:
-    """The events of an answer whose first one has come, so that what is wrong with the question is raised here. Failure where
-    the answer broke, also by the iterator."""
-    first = _unbroken(await answer.__anext__())
+async def unbroken(answer: AnswerStream) -> AsyncIterator[Output]:
+    """The events of an answer; ProtocolError where it broke."""
+    async for event in answer:
+        if isinstance(event, Ended) and event.reason == "error":
+            raise server_error(event.error or "the answer broke")
+        if isinstance(event, Ended) and event.reason == "cancelled":
+            raise server_error("the answer was cancelled by the server; ask again", status=503, retry=True)
+        yield event
 
-    async def events() -> AsyncIterator[Output]:
+
+async def begun(items: AsyncIterator[T], missing: ProtocolError | None = None) -> AsyncIterator[T]:
+    """The items, once the first has come: what is wrong with the question is raised here, and `missing` where there is none."""
+    first = await anext(items, None)
+    if first is None:
+        raise missing or server_error("the answer has no events")
+
+    async def whole() -> AsyncIterator[T]:
         yield first
-        async for event in answer:
-            yield _unbroken(event)
+        async for item in items:
+            yield item
 
-    return events()
-
-
-def _unbroken(event: Output) -> Output:
-    if isinstance(event, Ended) and event.reason == "error":
-        raise Failure(500, event.error or "the answer broke", "server_error", "server_error")
-    if isinstance(event, Ended) and event.reason == "cancelled":
-        raise Failure(503, "the answer was cancelled by the server; ask again", "server_error", "server_error", retry=True)
-    return event
+    return whole()
 
 
-@dataclass(frozen=True)
-class TokenCounts:
+async def deltas(events: AsyncIterator[Output], rate: int) -> AsyncIterator[str | bytes | Ended]:
+    """An answer's pieces of text and of sound (16-bit samples at 24 kHz) as they come, and its end."""
+    resampler: Resampler | None = None
+    async for event in events:
+        samples = np.zeros(0, np.float32)
+        if isinstance(event, TextDelta):
+            yield event.text
+        elif isinstance(event, AudioChunk):
+            resampler = resampler or Resampler(rate, PCM_RATE)
+            samples = resampler.push(event.samples.numpy())
+        elif isinstance(event, Ended) and resampler is not None:
+            samples = resampler.finish()
+        if len(samples):
+            yield encode(samples, "audio/pcm")
+        if isinstance(event, Ended):
+            yield event
+
+
+class TokenCounts(NamedTuple):
     """Token counts of a conversation (ids of text, positions of sound): read up to the last question, written in the last
     answer."""
 
-    read_text: int = 0
-    read_audio: int = 0
-    written_text: int = 0
-    written_audio: int = 0
-
-    @property
-    def read(self) -> int:
-        return self.read_text + self.read_audio
-
-    @property
-    def written(self) -> int:
-        return self.written_text + self.written_audio
+    read_text: int
+    read_audio: int
+    written_text: int
+    written_audio: int
 
 
 def token_counts(turns: Sequence[Turn]) -> TokenCounts:
@@ -95,21 +108,6 @@ def token_counts(turns: Sequence[Turn]) -> TokenCounts:
         text, audio = text + said + len(turn.system) + len(turn.question), audio + spoken + turn.features
         said, spoken = len(turn.text or ()), 0 if turn.codes is None else turn.codes.shape[1]
     return TokenCounts(text, audio, said, spoken)
-
-
-def chat_usage(tokens: TokenCounts) -> Event:
-    """`usage` of chat completions."""
-    return {
-        "prompt_tokens": tokens.read,
-        "completion_tokens": tokens.written,
-        "total_tokens": tokens.read + tokens.written,
-        "prompt_tokens_details": {"text_tokens": tokens.read_text, "audio_tokens": tokens.read_audio, "cached_tokens": 0},
-        "completion_tokens_details": {
-            "text_tokens": tokens.written_text,
-            "audio_tokens": tokens.written_audio,
-            "reasoning_tokens": 0,
-        },
-    }
 
 
 class KeptAnswers:
@@ -153,13 +151,3 @@ def resampled(sound: Tensor, rate: int) -> np.ndarray:
     """Samples [S] at 24 kHz of an answer's sound [S] at `rate` samples per second."""
     resampler = Resampler(rate, PCM_RATE)
     return np.concatenate([resampler.push(sound.numpy()), resampler.finish()])
-
-
-async def raw(events: AsyncIterator[Output], rate: int) -> AsyncIterator[bytes]:
-    """16-bit samples at 24 kHz of an answer's sound, as it comes."""
-    resampler = Resampler(rate, PCM_RATE)
-    async for event in events:
-        if isinstance(event, AudioChunk) and len(samples := resampler.push(event.samples.numpy())):
-            yield encode(samples, "audio/pcm")
-    if len(samples := resampler.finish()):
-        yield encode(samples, "audio/pcm")

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from infer.pcm import PCM_RATE, to_int16
-from infer.serve.errors import Failure
+from infer.serve.errors import server_error
+from infer.serve.realtime.hearing import TRANSCRIPT_TOKENS
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.realtime.transcripts import MOST
-from infer.serve.rest.answers import MEDIA, encoded, raw, resampled, token_counts
+from infer.serve.rest.answers import MEDIA, begun, deltas, encoded, resampled, token_counts
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.vad import SpeechStream
@@ -27,8 +27,8 @@ from omni.audio.io import SAMPLE_RATE
 from omni.audio.resample import resample
 from omni.audio.wav import wav_header
 from omni.generate.question import longest
-from omni.generate.results import AudioChunk, TextDelta
 from omni.generate.results import Event as Output
+from omni.generate.results import TextDelta
 
 LONGEST_INPUT = 4096  # characters of a text, as OpenAI limits it
 TIMED = ("srt", "vtt", "diarized_json")  # formats that tell who speaks when, which the model does not know
@@ -67,32 +67,23 @@ async def speak(job: Job) -> Response:
     if body.form not in ("pcm", "wav"):
         _, sound, _ = await job.whole(body.input, "T1A1", **options)
         if not len(sound):
-            raise Failure(500, SILENT, "no_sound", "server_error")
+            raise server_error(SILENT, "no_sound")
         data = await asyncio.to_thread(lambda: encoded(resampled(sound, rate), body.form))
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
-    events = await job.while_connected(_spoken(await job.begun(body.input, "T1A1", **options)))
-    pieces = _grown(raw(events, rate), body.form)
+    events = await job.begun(body.input, "T1A1", **options)
+    samples = await job.while_connected(begun(_sound(events, rate), server_error(SILENT, "no_sound")))
+    pieces = _grown(samples, body.form)
     if body.stream_format == "sse":
         return event_stream(job, _events(job, pieces))
     return StreamedResponse(job, pieces, MEDIA[body.form])
 
 
-async def _spoken(events: AsyncIterator[Output]) -> AsyncIterator[Output]:
-    """An answer's events from its first sound on; Failure where none comes."""
-    async for event in events:
-        if isinstance(event, AudioChunk):
-            break
-    else:
-        raise Failure(500, SILENT, "no_sound", "server_error")
-
-    async def spoken() -> AsyncIterator[Output]:
-        yield event
-        async for later in events:
-            yield later
-
-    return spoken()
+async def _sound(events: AsyncIterator[Output], rate: int) -> AsyncIterator[bytes]:
+    async for piece in deltas(events, rate):
+        if isinstance(piece, bytes):
+            yield piece
 
 
 async def _grown(samples: AsyncIterator[bytes], form: str) -> AsyncIterator[bytes]:
@@ -113,7 +104,8 @@ async def _events(job: Job, pieces: AsyncIterator[bytes]) -> AsyncIterator[Event
         yield {"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()}
     session = job.session
     tokens = token_counts(await asyncio.to_thread(lambda: session.turns))
-    usage = {"input_tokens": tokens.read, "output_tokens": tokens.written, "total_tokens": tokens.read + tokens.written}
+    read, written = tokens.read_text + tokens.read_audio, tokens.written_text + tokens.written_audio
+    usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
     yield {"type": "speech.audio.done", "usage": usage}
 
 
@@ -137,7 +129,7 @@ async def transcribe(job: Job) -> Response:
     job.server.keys.usage[job.owner].count(seconds=seconds)
     usage = {"type": "duration", "seconds": round(seconds, 3)}
     spoken = await job.while_connected(_has_speech(job, clip))
-    options = {"max_tokens": MOST, "temperature": body.temperature}
+    options = {"max_tokens": TRANSCRIPT_TOKENS, "temperature": body.temperature}
     if body.stream:
         events = await job.begun(clip, "A1T1", **options) if spoken else None
         return event_stream(job, _deltas(events, usage))

@@ -13,14 +13,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor
 
-from infer.pcm import PCM_RATE, Resampler, encode
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, chat_usage, encoded, resampled, token_counts
+from infer.serve.rest.answers import KeptAnswers, TokenCounts, deltas, encoded, resampled, token_counts
 from infer.serve.rest.jobs import Job, event_stream
-from infer.serve.rest.messages import MOST_MESSAGES, Chat, MessageReader, in_decoder
+from infer.serve.rest.messages import MOST_MESSAGES, Chat, ChatMessage, MessageReader, in_decoder
 from infer.serve.settings import limited
 from omni.generate.question import longest
-from omni.generate.results import AudioChunk, Ended, TextDelta
+from omni.generate.results import Ended
 from omni.generate.results import Event as Output
 
 Tokens = Annotated[int, Field(ge=1, le=2**20)]
@@ -39,7 +38,7 @@ class ChatRequest(BaseModel):
     """A request. What would change the answer and is not here (penalties, log probabilities, calls that are required) may only
     say so; other fields (tools, which a model need not call) are left alone."""
 
-    messages: Annotated[list[Any], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     modalities: Annotated[list[Literal["text", "audio"]], Field(min_length=1)] | None = None
     audio: AudioOptions | None = None
     stream: bool | None = None
@@ -147,20 +146,16 @@ class Completion:
 
     async def chunks(self, events: AsyncIterator[Output]) -> AsyncIterator[Event]:
         """The `chat.completion.chunk`s."""
-        audio_id, speaks, resampler = new_id("audio"), self._body.speaks, Resampler(self._rate, PCM_RATE)
+        audio_id, speaks = new_id("audio"), self._body.speaks
         yield self._chunk({"role": "assistant", "refusal": None} if speaks else {"role": "assistant", "content": ""})
         finish = "stop"
-        async for event in events:
-            if isinstance(event, TextDelta):
-                yield self._chunk({"audio": {"id": audio_id, "transcript": event.text}} if speaks else {"content": event.text})
-            elif isinstance(event, Ended):
-                finish = _finish(event)
-            samples = resampler.push(event.samples.numpy()) if isinstance(event, AudioChunk) else None
-            if isinstance(event, Ended) and speaks:
-                samples = resampler.finish()
-            if samples is not None and len(samples):
-                data = base64.b64encode(encode(samples, "audio/pcm")).decode()
-                yield self._chunk({"audio": {"id": audio_id, "data": data}})
+        async for piece in deltas(events, self._rate):
+            if isinstance(piece, bytes):
+                yield self._chunk({"audio": {"id": audio_id, "data": base64.b64encode(piece).decode()}})
+            elif isinstance(piece, Ended):
+                finish = _finish(piece)
+            else:
+                yield self._chunk({"audio": {"id": audio_id, "transcript": piece}} if speaks else {"content": piece})
         usage, expires = await self._settled(audio_id)
         if speaks:
             yield self._chunk({"audio": {"expires_at": expires}})
@@ -185,3 +180,16 @@ class Completion:
 def _finish(ended: Ended) -> str:
     """`finish_reason` of an answer that did not break."""
     return "length" if ended.reason in ("length", "cache") else "stop"
+
+
+def chat_usage(tokens: TokenCounts) -> Event:
+    """The `usage` of chat completions."""
+    read, written = tokens.read_text + tokens.read_audio, tokens.written_text + tokens.written_audio
+    details = {"text_tokens": tokens.written_text, "audio_tokens": tokens.written_audio, "reasoning_tokens": 0}
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"text_tokens": tokens.read_text, "audio_tokens": tokens.read_audio, "cached_tokens": 0},
+        "completion_tokens_details": details,
+    }

@@ -22,11 +22,11 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import Failure, failure_of
+from infer.serve.errors import server_error
 from infer.serve.keys import key_of
-from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, json_type, read_json
-from infer.serve.rest.answers import begun
-from infer.serve.server import Server, respond
+from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, read_json
+from infer.serve.rest.answers import begun, unbroken
+from infer.serve.server import Server, logged, respond
 from infer.serve.telemetry import LOG
 from omni.engine.answer import Pace
 from omni.errors import UserError
@@ -82,26 +82,31 @@ class Jobs:
                 job.end()
 
     def _begin(self, request: Request, owner: str) -> Job:
-        """A request whose body is still coming; Failure where there are too many, or no place for it."""
+        """A request whose body is still coming; ProtocolError where there are too many, or no place for it."""
         self.check_room(owner)
         most = self.server.settings.limits.key_sessions
         if self.coming[owner] >= most:
             message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
-            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry=True)
+            raise over_limit(message)
         return Job(self, request, owner)
 
     def check_room(self, owner: str) -> None:
-        """Failure where as many requests are answered as may be."""
+        """ProtocolError where as many requests are answered as may be."""
         limits = self.server.settings.limits
         if self.server.draining:
-            raise Failure(503, "this server ends; ask again later", "server_shutting_down", "server_error", retry=True)
+            raise server_error("this server ends; ask again later", "server_shutting_down", 503, retry=True)
         if self.server.requests.total() >= limits.sessions:
             most = limits.sessions
             message = f"{most} requests are under way, as many as this server takes at once; ask again"
-            raise Failure(503, message, "server_overloaded", "server_error", retry=True)
+            raise server_error(message, "server_overloaded", 503, retry=True)
         if self.server.requests[owner] >= limits.key_sessions:
             message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
-            raise Failure(429, message, "rate_limit_exceeded", "rate_limit_exceeded", retry=True)
+            raise over_limit(message)
+
+
+def over_limit(message: str) -> ProtocolError:
+    """The error of a key that has as many requests as it may."""
+    return ProtocolError(message, "rate_limit_exceeded", error_type="rate_limit_exceeded", status=429, retry=True)
 
 
 class Job:
@@ -123,7 +128,8 @@ class Job:
         wrong type."""
         body = await self._within(self._body())
         if most is not None and len(body) > most:
-            raise Failure(413, f"the body has {len(body):,} bytes; at most {most:,} are taken here", "too_large")
+            problem = f"the body has {len(body):,} bytes; at most {most:,} are taken here"
+            raise ProtocolError(problem, "too_large", status=413)
         return validated(model, read_json(body))
 
     async def _body(self) -> bytes:
@@ -149,11 +155,11 @@ class Job:
             await form.close()
 
     async def _within(self, reading: Awaitable[T]) -> T:
-        """Awaits the body, and counts the request among those under way; Failure after `BODY_SECONDS`, or without room."""
+        """Awaits the body, and counts it as under way; ProtocolError after `BODY_SECONDS`, or without room."""
         try:
             body = await asyncio.wait_for(reading, BODY_SECONDS)
         except asyncio.TimeoutError:
-            raise Failure(408, f"the body did not come within {BODY_SECONDS:g} s", "request_timeout") from None
+            raise ProtocolError(f"the body did not come within {BODY_SECONDS:g} s", "request_timeout", status=408) from None
         self._jobs.check_room(self.owner)
         self._count(self.server.requests)
         return body
@@ -164,7 +170,7 @@ class Job:
         try:
             return await asyncio.wait_for(self._came(), BODY_PAUSE)
         except asyncio.TimeoutError:
-            raise Failure(408, f"nothing of the body came for {BODY_PAUSE:g} s", "request_timeout") from None
+            raise ProtocolError(f"nothing of the body came for {BODY_PAUSE:g} s", "request_timeout", status=408) from None
 
     def _count(self, among: Counter[str]) -> None:
         """Count it there from now on."""
@@ -191,7 +197,7 @@ class Job:
         """The events of an answer, as they are read, once the first has come; arguments and errors as of `ask`."""
 
         async def work() -> AsyncIterator[Output]:
-            return await begun(await self.ask(question, task, "read", **options))
+            return await begun(unbroken(await self.ask(question, task, "read", **options)))
 
         return await self.while_connected(work())
 
@@ -199,7 +205,7 @@ class Job:
         """Text, sound [S] and end of an answer, unless the client goes away meanwhile; arguments and errors as of `ask`."""
 
         async def work() -> list[Output]:
-            return [event async for event in await begun(await self.ask(question, task, "whole", **options))]
+            return [event async for event in unbroken(await self.ask(question, task, "whole", **options))]
 
         return joined(await self.while_connected(work()))
 
@@ -238,7 +244,7 @@ def _close(session: Any) -> None:
 def validated(model: type[M], value: Any) -> M:
     """Validates a JSON value by a pydantic model; ProtocolError names the first field that is wrong."""
     if not isinstance(value, dict):
-        raise ProtocolError(f"the body is {json_type(value)}; send an object")
+        raise ProtocolError(f"the body is a JSON {type(value).__name__}; send an object")
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -276,7 +282,7 @@ def event_stream(job: Job, events: AsyncIterator[Event], last: str | None = None
             async for event in events:
                 yield _data(json.dumps(event))
         except Exception as error:
-            yield _data(json.dumps(failure_of(error).body))
+            yield _data(json.dumps(logged(error).body))
             return
         if last is not None:
             yield _data(last)

@@ -10,13 +10,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor
 
 from infer.serve.realtime.configuration import LONGEST_TEXT
-from infer.serve.realtime.items import from_base64
-from infer.serve.realtime.protocol import ProtocolError, json_type, shown
+from infer.serve.realtime.protocol import ProtocolError
+from infer.serve.realtime.state import from_base64
 from omni.audio.io import SAMPLE_RATE, opened
 from omni.audio.waveform import read_sound
 from omni.errors import UserError
@@ -31,8 +32,6 @@ _DECODERS = ThreadPoolExecutor(2, "decode")
 T = TypeVar("T")
 
 SHORTEST = 0.1  # seconds of a sound at least, as OpenAI's: what is shorter is answered with anything at all
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,31 @@ class Chat:
         return [message for turn in self.before for message in turn.history()] or None
 
 
+class AudioData(BaseModel):
+    data: Any = None
+
+
+class AnswerId(BaseModel):
+    id: str
+
+
+class Part(BaseModel):
+    type: Literal["text", "input_audio"]
+    text: str = ""
+    input_audio: AudioData = AudioData()
+
+
+def as_parts(content: Any) -> Any:
+    """A text as a list of parts, which other content is."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[list[Part], Field(min_length=1), BeforeValidator(as_parts)] | None = None
+    audio: AnswerId | None = None
+
+
 class MessageReader:
     """Reads the messages of one request, whose questions last at most `longest` seconds; `find` finds kept answers by their
     ids."""
@@ -86,7 +110,7 @@ class MessageReader:
         self._characters, self._seconds = 0, 0.0
         self._empty = self._mixed = ""  # field of the user's last message where it is empty, or has text and sound
 
-    def read(self, messages: Sequence[Any]) -> Chat:
+    def read(self, messages: Sequence[ChatMessage]) -> Chat:
         """Reads all messages, and decodes their sound (call it in a thread). Each sound, and the text of each message, is a
         turn; answers without a question, and messages of tools, are skipped. ProtocolError names the field that is wrong."""
         for number, message in enumerate(messages):
@@ -99,92 +123,60 @@ class MessageReader:
             raise ProtocolError(f"{self._mixed} has text and sound; a question is either text or sound", param=self._mixed)
         return Chat(self._turns[:-1], self._turns[-1].question, "\n".join(self._system), self._seconds)
 
-    def _message(self, message: Any, param: str) -> None:
-        if not isinstance(message, dict):
-            raise ProtocolError(f"{param} is {json_type(message)}; send an object", param=param)
-        role = _named(message, "role", param, f"use one of {', '.join(ROLES)}", ROLES)
-        content = message.get("content")
-        if role in ("user", "assistant"):
-            self._empty = self._mixed = ""
-        if role == "user":
-            parts = self._parts(content, param, sounds=True)
-            self._empty = "" if parts else f"{param}.content"
-            self._mixed = f"{param}.content" if len({isinstance(part, str) for part in parts}) > 1 else ""
-            self._turns += [ChatTurn(part) for part in parts]
-        elif role in ("system", "developer"):
-            self._system += self._parts(content, param)
-        elif role == "assistant":
-            answer: Message | str | None = self._kept(message["audio"], param) if message.get("audio") else None
-            if answer is None and content is not None:
-                answer = "".join(self._parts(content, param))
-            if answer is not None and self._turns and self._turns[-1].answer is None:
-                self._turns[-1] = replace(self._turns[-1], answer=answer)
+    def _message(self, message: ChatMessage, param: str) -> None:
+        if message.role in ("tool", "function"):
+            return
+        if message.role in ("system", "developer"):
+            self._system += self._contents(message, param)
+            return
+        self._empty = self._mixed = ""
+        if message.role == "user":
+            contents = self._contents(message, param)
+            self._empty = "" if contents else f"{param}.content"
+            self._mixed = f"{param}.content" if len({isinstance(content, str) for content in contents}) > 1 else ""
+            self._turns += [ChatTurn(content) for content in contents]
+            return
+        answer = None if message.audio is None else self._kept(message.audio.id, f"{param}.audio.id")
+        if answer is None and message.content is not None:
+            answer = "".join(self._contents(message, param))
+        if answer is not None and self._turns and self._turns[-1].answer is None:
+            self._turns[-1] = replace(self._turns[-1], answer=answer)
 
-    def _kept(self, audio: Any, param: str) -> Message:
-        param += ".audio.id"
-        answer_id = audio.get("id") if isinstance(audio, dict) else None
-        if not isinstance(answer_id, str):
-            raise ProtocolError(f"{param} must be the id of an answer's sound", param=param)
-        answer = self._find(answer_id)
-        if answer is None:
+    def _kept(self, answer_id: str, param: str) -> Message | str | None:
+        if (answer := self._find(answer_id)) is None:
             raise ProtocolError(f"audio not found: {answer_id[:80]!r} is unknown, or expired", "audio_not_found", param)
         return answer
 
-    def _parts(self, content: Any, param: str, sounds: bool = False) -> list[Any]:
+    def _contents(self, message: ChatMessage, param: str) -> list[Any]:
         """Texts and sounds of a message, in their order; texts that follow each other are one, and blank ones are left out."""
         param += ".content"
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        if not isinstance(content, list) or not content:
-            raise ProtocolError(
-                f"{param} must be a text, or a list of parts",
-                "missing_required_parameter" if content is None else "invalid_value",
-                param,
-            )
+        if message.content is None:
+            raise ProtocolError(f"{param} is missing; send a text, or a list of parts", "missing_required_parameter", param)
         contents: list[Any] = []
-        for number, part in enumerate(content):
-            part_param = f"{param}.{number}"
-            if not isinstance(part, dict):
-                raise ProtocolError(f"{part_param} is {json_type(part)}; send an object", param=part_param)
-            types = ("text", "input_audio") if sounds else ("text",)
-            part_type = _named(part, "type", part_param, f"this model takes {' and '.join(types)} here", types)
-            if part_type == "text":
-                text = self._text(part.get("text"), f"{part_param}.text")
-                if contents and isinstance(contents[-1], str):
-                    contents[-1] += f"\n{text}"
-                else:
-                    contents.append(text)
+        for number, part in enumerate(message.content):
+            if part.type == "input_audio" and message.role != "user":
+                problem = f"{param}.{number}.type is 'input_audio'; this model takes text here"
+                raise ProtocolError(problem, param=f"{param}.{number}.type")
+            if part.type == "input_audio":
+                contents.append(self._sound(part.input_audio.data, f"{param}.{number}.input_audio.data"))
+                continue
+            self._characters += len(part.text)
+            if self._characters > LONGEST_TEXT:
+                problem = f"the messages have more than {LONGEST_TEXT:,} characters; leave the oldest out"
+                raise ProtocolError(problem, "context_length_exceeded", "messages")
+            if contents and isinstance(contents[-1], str):
+                contents[-1] += f"\n{part.text}"
             else:
-                contents.append(self._sound(part.get("input_audio"), f"{part_param}.input_audio"))
-        return [part for part in contents if not isinstance(part, str) or part.strip()]
+                contents.append(part.text)
+        return [content for content in contents if not isinstance(content, str) or content.strip()]
 
-    def _text(self, text: Any, param: str) -> str:
-        if not isinstance(text, str):
-            raise ProtocolError(f"{param} must be a text", param=param)
-        self._characters += len(text)
-        if self._characters > LONGEST_TEXT:
-            message = f"the messages have more than {LONGEST_TEXT:,} characters; leave the oldest out"
-            raise ProtocolError(message, "context_length_exceeded", "messages")
-        return text
-
-    def _sound(self, audio: Any, param: str) -> Tensor:
-        data = from_base64(audio.get("data") if isinstance(audio, dict) else None, f"{param}.data")
-        clip = decoded(data, min(self._longest, MOST_SECONDS), f"{param}.data")
+    def _sound(self, data: Any, param: str) -> Tensor:
+        clip = decoded(from_base64(data, param), min(self._longest, MOST_SECONDS), param)
         self._seconds += len(clip) / SAMPLE_RATE
         if self._seconds > MOST_SECONDS:
-            message = f"the messages have more than {MOST_SECONDS:g} s of sound; leave the oldest out"
-            raise ProtocolError(message, "context_length_exceeded", "messages")
+            problem = f"the messages have more than {MOST_SECONDS:g} s of sound; leave the oldest out"
+            raise ProtocolError(problem, "context_length_exceeded", "messages")
         return clip
-
-
-def _named(values: dict[str, Any], name: str, param: str, way: str, known: Sequence[str]) -> str:
-    """A name of an object, one of those that are known."""
-    param, value = f"{param}.{name}", values.get(name)
-    if isinstance(value, str) and value in known:
-        return value
-    if name not in values:
-        raise ProtocolError(f"{param} is missing; {way}", "missing_required_parameter", param)
-    raise ProtocolError(f"{param} is {shown(value)}; {way}", param=param)
 
 
 async def in_decoder(work: Callable[..., T], *arguments: Any) -> T:

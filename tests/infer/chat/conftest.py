@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from infer.chat.connection import LocalConnection
-from infer.serve.realtime.items import ConversationItem
 from infer.serve.realtime.playback import SentOutlet
 from infer.serve.realtime.session import RealtimeSession
+from infer.serve.realtime.state import ConversationItem
 from tests.infer.chat.fake_sound import FakeSound, LevelVad, LockstepQueue, Script
 from tests.infer.conftest import Done
 

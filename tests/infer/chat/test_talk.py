@@ -228,7 +228,7 @@ def test_leaving_drops_the_question_under_way(talk: Talks, tmp_path: Path) -> No
 
 
 def test_a_transcript_is_shown_where_it_is_asked_for(talk: Talks, lm: SpeechLM, monkeypatch: Any) -> None:
-    monkeypatch.setattr("infer.serve.realtime.transcripts.MOST", 8)
+    monkeypatch.setattr("infer.serve.realtime.hearing.TRANSCRIPT_TOKENS", 8)
     talked = talk(two_questions, "--transcribe", *SHORT)
     for asked in talked.asked:
         text = lm.generate(asked, "A1T1", sample_rate=RATE, max_tokens=8).text.strip()

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.items import ConversationItem
 from infer.serve.realtime.responses import Response
 from infer.serve.realtime.session import RealtimeSession
+from infer.serve.realtime.state import ConversationItem
 from infer.serve.server import Server
 from infer.serve.settings import ServeSettings
 from tests.infer.serve.caller import Caller, no_session, session_of

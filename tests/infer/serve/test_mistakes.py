@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.items import ContentPart, ConversationItem
 from infer.serve.realtime.responses import Response
+from infer.serve.realtime.state import ContentPart, ConversationItem
 from infer.serve.settings import ServeSettings
 from omni.engine.wire import EngineLost
 from omni.generate.question import longest

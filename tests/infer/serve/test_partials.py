@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime import transcripts
-from infer.serve.realtime.transcripts import PARTIAL, Transcripts
+from infer.serve.realtime import hearing
+from infer.serve.realtime.hearing import PARTIAL, Transcripts
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import Client, noise, pcm, with_client
@@ -25,8 +25,8 @@ Run = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untrained model writes without end."""
-    monkeypatch.setattr(transcripts, "MOST", 6)
-    monkeypatch.setattr(transcripts, "EVERY", 0.05)
+    monkeypatch.setattr(hearing, "TRANSCRIPT_TOKENS", 6)
+    monkeypatch.setattr(hearing, "EVERY", 0.05)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
 
 
 def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcripts, "CHARACTERS", 0)
+    monkeypatch.setattr(hearing, "CHARACTERS", 0)
     asked: list[str] = []
     text = Transcripts._partial
 

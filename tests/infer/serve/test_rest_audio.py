@@ -49,7 +49,7 @@ def wav(seconds: float = 0.6, rate: int = 16_000, form: str = "WAV", seed: int =
 @pytest.fixture(autouse=True)
 def short_transcripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model never ends one by itself, and what it hears here is noise."""
-    monkeypatch.setattr("infer.serve.rest.audio.MOST", 12)
+    monkeypatch.setattr("infer.serve.rest.audio.TRANSCRIPT_TOKENS", 12)
     monkeypatch.setattr("infer.serve.rest.audio.SPEECH", 0.0)
 
 

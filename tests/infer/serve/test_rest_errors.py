@@ -12,8 +12,8 @@ import torch
 from fastapi import FastAPI
 
 from infer.serve.app import create_app
-from infer.serve.errors import Failure
 from infer.serve.host import EngineHost
+from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.rest.jobs import Job
 from infer.serve.settings import ServeSettings
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
@@ -137,7 +137,7 @@ def test_sound_that_breaks_ends_without_an_end(app: FastAPI, monkeypatch: pytest
 
     monkeypatch.setattr(Job, "ask", broken)
     sent, error = connect(app, "/v1/audio/speech", {"input": "hello", "response_format": "pcm"}, chunks=99)
-    assert isinstance(error, Failure) and [one.get("more_body") for one in sent] == [None, True]
+    assert isinstance(error, ProtocolError) and [one.get("more_body") for one in sent] == [None, True]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_no_route_without_a_key(guarded: FastAPI, path: str) -> None:
 def test_sound_counts_for_its_key(host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.infer.serve.test_rest_audio import wav
 
-    monkeypatch.setattr("infer.serve.rest.audio.MOST", 2)
+    monkeypatch.setattr("infer.serve.rest.audio.TRANSCRIPT_TOKENS", 2)
     small = limited(host, settings, KEYS, key_audio_seconds=4)
 
     async def body(client: openai.AsyncOpenAI) -> None:

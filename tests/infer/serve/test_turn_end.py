@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.input_buffer import TurnSound
+from infer.serve.realtime.hearing import TurnSound
 from infer.serve.settings import ServeSettings
 from infer.turns.detector import SURE, SemanticVad, TurnDetector, has_ended
 from infer.turns.vad import FRAME_SECONDS
@@ -22,6 +22,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.generate.turn_end import RULES, TurnFrames, TurnListener
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
+from tests.generate.session_toys import inside
 from tests.infer.conftest import TINY
 from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import Client, pcm
@@ -131,7 +132,7 @@ def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, set
     def body(client: Client) -> None:
         turn = client.session.hearing._turn
         assert turn is not None and turn.frames is not None
-        stream, end = turn._listening._sound, time.monotonic() + 10
+        stream, end = inside(turn._listening.session)._hears, time.monotonic() + 10
         while stream.due and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.05)

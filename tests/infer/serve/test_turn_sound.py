@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.input_buffer import InputBuffer
+from infer.serve.realtime.hearing import InputBuffer
 from infer.serve.settings import ServeSettings
 from omni.codec.codec2 import Codec2Codec
 from omni.generate.feature_stream import FeatureStream
