@@ -269,7 +269,7 @@ def chosen_linears(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def base_checksum(model: nn.Module, names: Iterable[str]) -> int:
-    """Checksum of the weights that adapters of these linears belong to (`omni.lora.weights.AdapterWeights.base`)."""
+    """Checksum of the weights that adapters of these linears belong to (`omni.lora.peft.AdapterWeights.base`)."""
     linears = linears_of(model)
     return checksum(names, lambda name: base_weight(linears[name]), text_rows_of(model))
 

@@ -18,8 +18,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
-from omni.lora.peft import save_adapter
-from omni.lora.weights import merged_state, weights_of
+from omni.lora.peft import merged_state, save_adapter, weights_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import LAYOUTS, make_lm, make_model, tone
 from tests.generate.session_toys import inside

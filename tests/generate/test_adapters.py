@@ -15,8 +15,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.lora.attach import adapted, add_adapter, remove_adapter
 from omni.lora.config import LoRAConfig
-from omni.lora.peft import save_adapter
-from omni.lora.weights import merged_state, weights_of
+from omni.lora.peft import merged_state, save_adapter, weights_of
 from omni.model.linears import base_checksum
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import make_lm, make_model, tone

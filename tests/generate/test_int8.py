@@ -18,8 +18,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.lora.attach import activate, add_adapter, attach
 from omni.lora.config import LoRAConfig
-from omni.lora.peft import load_adapter, save_adapter
-from omni.lora.weights import weights_of
+from omni.lora.peft import load_adapter, save_adapter, weights_of
 from omni.model.linears import base_checksum
 from tests.generate.conftest import make_lm, make_model, tone
 

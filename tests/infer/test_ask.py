@@ -27,8 +27,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
-from omni.lora.peft import save_adapter
-from omni.lora.weights import weights_of
+from omni.lora.peft import save_adapter, weights_of
 from omni.model.linears import base_checksum
 from tests.infer.conftest import in_file, tiny_model, write_question
 

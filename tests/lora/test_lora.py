@@ -17,8 +17,7 @@ from omni.errors import UserError
 from omni.lora import attach as lora
 from omni.lora.attach import Selection, activate, add_adapter, attach, remove_adapter, using
 from omni.lora.config import LoRAConfig
-from omni.lora.peft import load_adapter
-from omni.lora.weights import merged_lazies, merged_state, weights_of
+from omni.lora.peft import load_adapter, merged_lazies, merged_state, weights_of
 from omni.model.decoder import Decoder
 from omni.model.linears import base_checksum, dense_weight, quantize
 from tests.close import assert_near

@@ -15,8 +15,7 @@ from omni.checkpoint.folder import load_folder
 from omni.errors import UserError
 from omni.lora.attach import add_adapter, attach, linears_of
 from omni.lora.config import LoRAConfig
-from omni.lora.peft import CONFIG, WEIGHTS, load_adapter, save_adapter
-from omni.lora.weights import AdapterWeights, merged_state, replace_whole, weights_of
+from omni.lora.peft import CONFIG, WEIGHTS, AdapterWeights, load_adapter, merged_state, replace_whole, save_adapter, weights_of
 from omni.model.linears import base_checksum
 from omni.model.speech_model import SpeechModel
 from tests.close import assert_near

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from omni import SpeechLM
 from omni.errors import UserError
-from omni.lora.peft import WEIGHTS, load_adapter, save_adapter
-from omni.lora.weights import AdapterWeights
+from omni.lora.peft import WEIGHTS, AdapterWeights, load_adapter, save_adapter
 from omni.model.speech_model import SpeechModel
 from tests.close import assert_near
 from tests.convert.hub_toys import VOCABULARY, save_text, text_logits, text_model

@@ -19,7 +19,7 @@ from omni.convert.lazy import LazyTensors, cast, lazies_of
 from omni.errors import UserError
 from omni.files import locked
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
-from omni.lora.weights import merged_lazies, merged_state
+from omni.lora.peft import merged_lazies, merged_state
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops
 from omni.utils.remote import refuse_remote

@@ -21,8 +21,7 @@ from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.encoder.base import Encoder
 from omni.errors import UserError
 from omni.lora.attach import add_adapter, attach, linear_of, linears_of
-from omni.lora.peft import check_base, load_adapter, save_adapter
-from omni.lora.weights import AdapterWeights, replace_whole, weights_of
+from omni.lora.peft import AdapterWeights, check_base, load_adapter, replace_whole, save_adapter, weights_of
 from omni.model.linears import base_checksum, base_weight, crc_of, quantize
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
@@ -186,7 +185,7 @@ def apply_lora(
     model: nn.Module, section: LoRASection, dtype: torch.dtype = torch.float32, group: ProcessGroup | None = None
 ) -> int:
     """Attaches the adapters of a run to a model, in fp32; returns the checksum of the weights below
-    (`omni.lora.weights.base_checksum`), which are then quantised if asked. UserError for a pattern that matches no linear,
+    (`omni.model.linears.base_checksum`), which are then quantised if asked. UserError for a pattern that matches no linear,
     or an adapter of another model.
 
     Args:

@@ -16,8 +16,7 @@ from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
-from omni.lora.peft import save_adapter
-from omni.lora.weights import weights_of
+from omni.lora.peft import save_adapter, weights_of
 from omni.model.linears import base_checksum
 from tests.stores.hub_stand_in import Repository
 from tests.train.data.toys import TOKENIZER

@@ -15,8 +15,7 @@ from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from omni.lora.peft import load_adapter
-from omni.lora.weights import merged_state
+from omni.lora.peft import load_adapter, merged_state
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
