@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from omni.diagnostics.findings import Finding, Line, is_internal, shortlist
 from omni.diagnostics.held import HeldTensor, held_by, held_in, reach, storage_of, version_of
-from omni.diagnostics.recompute import WEIGHT, Region
-from omni.diagnostics.trace import Node, Saved, Trace, is_inner, is_older, nodes_of
+from omni.diagnostics.trace import WEIGHT, Node, Region, Saved, Trace, is_inner, is_older, nodes_of
 from omni.utils.private import base_of, sequence_nr
 
 FRAMES = 12  # of the user's functions, that are searched for variables

@@ -32,8 +32,7 @@ from omni.diagnostics.diagnose import (
 )
 from omni.diagnostics.findings import Finding, GraphError, report, shortlist
 from omni.diagnostics.held import MODULE_FIELDS, held_by, held_in, version_of
-from omni.diagnostics.recompute import watched_checkpoints
-from omni.diagnostics.trace import Trace, next_number, replaced
+from omni.diagnostics.trace import Trace, next_number, replaced, watched_checkpoints
 from omni.utils.private import base_of, own_buffers, reset_reducer
 
 MOST_BYTES = 1 << 28  # of buffers and caches, that are copied at the start of every step; further ones are not restored
