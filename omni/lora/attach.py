@@ -39,17 +39,24 @@ from omni.utils.private import children, remove_forward_hook
 
 @dataclass
 class Active:
-    """The active adapters and edits of a model; one object for all of its linears.
+    """The active adapters and edits of a model; one object for the model and all of its linears.
 
     Attributes:
         names: adapters that act on every row, added up.
         edits: edits that act on every row, whatever adapters it has.
         used: adapters of the answers under way, one entry for each answer.
+        changes: how often adapters were attached, removed or activated.
     """
 
     names: tuple[str, ...] = ()
     edits: tuple[str, ...] = ()
     used: list[str] = field(default_factory=list)
+    changes: int = 0
+
+
+def active_of(model: nn.Module) -> Active:
+    """What is active in a model, of which every step of generation asks."""
+    return vars(model).setdefault("_active", Active())  # type: ignore[no-any-return]
 
 
 RowSelection = str | tuple[str | None, ...] | None
@@ -153,9 +160,6 @@ CHANGING = threading.RLock()
 if hasattr(os, "register_at_fork"):  # a process is forked between two changes, else it would wait for a thread that it lacks
     os.register_at_fork(before=CHANGING.acquire, after_in_parent=CHANGING.release, after_in_child=CHANGING.release)
 
-_EVERYWHERE = "_edits_everywhere"
-_CHANGES = "_adapter_changes"
-
 
 class Pair(Protocol):
     """Interface of a low-rank addition to a linear."""
@@ -243,13 +247,13 @@ def changing(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:  # what fails may have changed a part
-            vars(model)[_CHANGES] = changes(model) + 1
+            active_of(model).changes += 1
 
 
 def changes(model: nn.Module) -> int:
     """Number of times that adapters were attached, removed or activated. Who keeps what was computed with
     them (a cache, a captured graph) compares it: the same name may be another adapter's, with other weights."""
-    return int(vars(model).get(_CHANGES, 0))
+    return active_of(model).changes
 
 
 # --- adapters of a model ----------------------------------------------------------------------------------------------
@@ -274,7 +278,7 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 def active_names(model: nn.Module) -> tuple[str, ...]:
     """The adapters that act on every row."""
-    return next((part.active.names for part in adapted(model).values()), ())
+    return active_of(model).names
 
 
 def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> list[str]:
@@ -339,8 +343,7 @@ def _check_pairs(model: nn.Module, pairs: Mapping[str, LowRank], name: str) -> N
 
 def _add_hooks(model: nn.Module, targets: Iterable[str]) -> Active:
     """Give linears that have no pairs yet what adds them to their outputs; returns what is active in the model."""
-    present = adapted(model)
-    active = next((part.active for part in present.values()), Active())
+    present, active = adapted(model), active_of(model)
     for target in targets:
         if target not in present:
             linear: Any = linear_of(model, target)
@@ -362,11 +365,12 @@ def remove_adapter(model: nn.Module, name: str) -> None:
     """Remove an adapter; UserError where there is none of that name, or an answer under way uses it."""
     with changing(model):
         check_known(model, [name])
+        active = active_of(model)
+        if name in active.used:
+            raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
+        active.names = tuple(n for n in active.names if n != name)
         for target, part in adapted(model).items():
-            if name in part.active.used:
-                raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
             children(part).pop(name, None)
-            part.active.names = tuple(n for n in part.active.names if n != name)
             _remove_hook(linear_of(model, target))
 
 
@@ -376,7 +380,7 @@ def kept(model: nn.Module, rows: Sequence[RowSelection]) -> Iterator[None]:
     names = _adapters_in(rows)
     with CHANGING:
         check_known(model, names)
-        used = next((part.active.used for part in adapted(model).values()), []) if names else []
+        used = active_of(model).used
         used += names
     try:
         yield
@@ -397,7 +401,8 @@ def attach_pairs(model: nn.Module, pairs: Mapping[str, Pair], name: str) -> None
 def detach(model: nn.Module, name: str) -> None:
     """Undo `attach_pairs` completely."""
     with CHANGING:
-        _set_everywhere(model, tuple(n for n in active_edits(model) if n != name))
+        active = active_of(model)
+        active.edits = tuple(n for n in active.edits if n != name)
         for target, part in adapted(model).items():
             part.attached = {n: pair for n, pair in part.attached.items() if n != name}
             _remove_hook(linear_of(model, target))
@@ -406,30 +411,19 @@ def detach(model: nn.Module, name: str) -> None:
 def activate_edits(model: nn.Module, name: str) -> None:
     """Apply attached edits to every row, whatever adapters it has."""
     with CHANGING:
-        _set_everywhere(model, (*active_edits(model), name))
+        active_of(model).edits += (name,)
 
 
 def active_edits(model: nn.Module) -> tuple[str, ...]:
     """The edits that act on every row."""
-    return vars(model).get(_EVERYWHERE, ())
-
-
-def _set_everywhere(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Set the edits that act on every row, for the linears and on the model, where every step of generation reads them."""
-    for part in adapted(model).values():
-        part.active.edits = names
-    if names:
-        vars(model)[_EVERYWHERE] = names
-    else:
-        vars(model).pop(_EVERYWHERE, None)
+    return active_of(model).edits
 
 
 def activate(model: nn.Module, *names: str) -> None:
     """Activate these adapters, and no others, for every row; UserError where there is none of a name."""
     with changing(model):
         check_known(model, names)
-        for part in adapted(model).values():
-            part.active.names = tuple(dict.fromkeys(names))
+        active_of(model).names = tuple(dict.fromkeys(names))
 
 
 def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.device | str = "cpu") -> Selection | None:

@@ -36,7 +36,7 @@ from train.data.rows.row import Row
 from train.data.seeding import key
 from train.edit.config import ApplyConfig
 from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
-from train.edit.lessons import Draws, EditExample, EditObjective
+from train.edit.lessons import EditExample, EditObjective, draws
 
 
 @dataclass(frozen=True)
@@ -213,18 +213,18 @@ class _Mixture:
         display: Display,
     ) -> None:
         self.lessons, self.weight, self.display = lessons, config.finetune.kl, display
-        self.taught = Draws(taught, config.finetune.facts, key(config.seed, "facts"))
-        self.others = Draws(others, config.finetune.others, key(config.seed, "others")) if others else None
+        self.taught = draws(taught, config.finetune.facts, key(config.seed, "facts"))
+        self.others = draws(others, config.finetune.others, key(config.seed, "others")) if others else None
         self.edit = self.kl = float("nan")
 
     def loss(self, model: nn.Module, _: object) -> Tensor:
         """The loss of the next draw."""
         self.display.tick(1, 0.0)
-        edit = self.lessons.loss(model, self.taught.next())
+        edit = self.lessons.loss(model, next(self.taught))
         self.edit = float(edit.detach())
         if self.others is None:
             return edit
-        kl = self.lessons.divergence(model, self.others.next())
+        kl = self.lessons.divergence(model, next(self.others))
         self.kl = float(kl.detach())
         return edit + self.weight * kl
 

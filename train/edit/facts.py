@@ -125,27 +125,20 @@ def plain(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" ?!.")
 
 
-def check_answer(text: str, tokenizer: Tokenizer, where: str) -> list[int]:
-    """Ids of an answer; UserError where the tokenizer cannot write it, so that no edit can make the model say it."""
-    try:
-        ids = tokenizer.encode(text)
-    except UserError as error:
-        raise UserError(f"{where}: answer_text cannot be tokenised: {error}") from error
-    back = tokenizer.decode(ids)
-    if not ids or _composed(back) != _composed(text):
-        raise UserError(
-            f"{where}: answer_text {text!r} cannot be tokenised: the model's tokenizer writes it as {back!r}; put it in words "
-            "that the model knows"
-        )
-    return ids
-
-
 def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
     if not fact.question_text.strip() and not fact.question_audio:
         raise UserError(f"{where}: the fact has no question; give question_text or question_audio")
     if not fact.answer_text.strip():
         raise UserError(f"{where}: the fact has no answer_text; say what is to be answered")
-    check_answer(fact.answer_text, tokenizer, where)
+    try:
+        back = tokenizer.decode(tokenizer.encode(fact.answer_text))
+    except UserError as error:
+        raise UserError(f"{where}: answer_text cannot be tokenised: {error}") from error
+    if _composed(back) != _composed(fact.answer_text):  # no edit can make the model say it
+        raise UserError(
+            f"{where}: answer_text {fact.answer_text!r} cannot be tokenised: the model's tokenizer writes it as {back!r}; put it "
+            "in words that the model knows"
+        )
     if fact.answer_codes is not None and len({len(row) for row in fact.answer_codes}) != 1:
         raise UserError(f"{where}: answer_codes are ragged; give as many frames for every stream")
     if fact.answer_audio and fact.answer_codes is not None:

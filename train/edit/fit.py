@@ -111,7 +111,8 @@ class Corrections:
                 break
             if any(_asks_same(row, candidate) for candidate in asked):
                 continue
-            other = next((candidate for candidate in itertools.islice(drawn, TRIES - 1) if _differs(candidate, row)), None)
+            others = itertools.islice(drawn, TRIES - 1)
+            other = next((other for other in others if _answer(other) != _answer(row) and not _asks_same(other, row)), None)
             if other is not None:
                 asked.append(row)
                 edits.append(_answered(row, other))
@@ -154,8 +155,8 @@ def _answered(row: Row, other: Row) -> Row:
     return replace(row, turns=(turn,))
 
 
-def _differs(row: Row, other: Row) -> bool:
-    return row.turns[0].answer_text.strip() != other.turns[0].answer_text.strip() and not _asks_same(row, other)
+def _answer(row: Row) -> str:
+    return row.turns[0].answer_text.strip()
 
 
 def _asks_same(row: Row, other: Row) -> bool:

@@ -8,7 +8,7 @@ Dimensions: K streams, N positions with a target, V vocabulary, F features of a 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class EditObjective:
     @torch.no_grad()
     def stay(self, pieces: Sequence[EditExample]) -> list[EditExample]:
         """Adds the logits that the model gives now, as `before`."""
-        return [replace(piece, before=tuple(self.logits(self.model, [piece]))) for piece in pieces]
+        return [replace(piece, before=tuple(self._logits(self.model, [piece], self._batch([piece])))) for piece in pieces]
 
     def own_answers(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[Row]:
         """Gives rows the model's own answers, asked as the tasks in turn; rows whose answer it does not end are left out."""
@@ -120,10 +120,6 @@ class EditObjective:
         each = [kl_divergence(b, a) for b, a in zip(before, after, strict=True) if len(a)]
         return self._mean(each, [len(a) for a in after])
 
-    def logits(self, model: nn.Module, pieces: Sequence[EditExample]) -> list[Tensor]:
-        """Logits [N, V] of each stream where it has targets."""
-        return self._logits(model, pieces, self._batch(pieces))
-
     def writes(self, model: nn.Module, piece: EditExample) -> bool:
         """True where the likeliest ids of the text stream are the answer's."""
         batch = self._batch([piece])
@@ -132,7 +128,7 @@ class EditObjective:
 
     def flat_logits(self, model: nn.Module, pieces: Sequence[EditExample]) -> Tensor:
         """Logits of all streams one after another, [sum of N, widest V]; those of ids that a stream lacks are -1e4."""
-        each = self.logits(model, pieces)
+        each = self._logits(model, pieces, self._batch(pieces))
         widest = max(x.shape[1] for x in each)
         return torch.cat([F.pad(x, (0, widest - x.shape[1]), value=-1e4) for x in each])
 
@@ -178,19 +174,13 @@ class EditObjective:
         return self.model.encode(inputs.to(self.model.device), lengths, frames)
 
 
-class Draws:
-    """Subsets of pieces, one after another: every piece comes once before any comes again."""
-
-    def __init__(self, pieces: Sequence[EditExample], count: int, seed: int) -> None:
-        self.pieces, self.count = list(pieces), min(count, len(pieces))
-        self.random = random.Random(seed)
-        self.order: list[int] = []
-
-    def next(self) -> list[EditExample]:
-        """The next subset."""
-        while len(self.order) < self.count:
-            fresh = list(range(len(self.pieces)))
-            self.random.shuffle(fresh)
-            self.order += fresh
-        chosen, self.order = self.order[: self.count], self.order[self.count :]
-        return [self.pieces[i] for i in chosen]
+def draws(pieces: Sequence[EditExample], count: int, seed: int) -> Iterator[list[EditExample]]:
+    """Subsets of `count` pieces, one after another: every piece comes once before any comes again."""
+    rng, order, count = random.Random(seed), list[EditExample](), min(count, len(pieces))
+    while True:
+        while len(order) < count:
+            fresh = list(pieces)
+            rng.shuffle(fresh)
+            order += fresh
+        yield order[:count]
+        del order[:count]

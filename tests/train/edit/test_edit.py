@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from train.edit.apply import draw_untouched
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
 from train.edit.facts import Synthesiser, fact_rows, read_facts
 from train.edit.judge import EditFigure, _held_out, judge_edits
-from train.edit.lessons import Draws, EditExample, EditObjective
+from train.edit.lessons import EditExample, EditObjective, draws
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 
@@ -127,7 +128,7 @@ def test_a_divergence_is_measured_where_the_answers_stand(place, lessons, pieces
     with torch.no_grad():
         assert float(lessons.divergence(lessons.model, kept)) < 1e-6
         with edited(lessons.model, edits):
-            after = [lessons.logits(lessons.model, [one]) for one in kept]
+            after = [lessons._logits(lessons.model, [one], lessons._batch([one])) for one in kept]
             got = lessons.divergence(lessons.model, kept)
     wanted = 0.0
     for k, weight in enumerate(lessons.weights):
@@ -353,6 +354,5 @@ def test_an_interval_is_wilsons():
 
 
 def test_draws_take_everyone_before_anyone_again():
-    draws = Draws(list(range(5)), 2, seed=0)  # type: ignore[arg-type]
-    taken = [one for _ in range(5) for one in draws.next()]
+    taken = list(itertools.chain.from_iterable(itertools.islice(draws(list(range(5)), 2, seed=0), 5)))  # type: ignore[arg-type]
     assert sorted(taken[:5]) == [0, 1, 2, 3, 4] and sorted(taken) == sorted([*range(5), *range(5)])
