@@ -29,12 +29,7 @@ def check_labels(tokens: Tensor, labels: Tensor, eos: int, pad: int, ignore: int
         tokens, labels: ids [B, T]; a label is at the time step of its token, or one before it (shifted already).
         eos, pad: ids that end and fill a sequence; they are equal in some tokenizers.
         ignore: the label that is left out of the loss.
-
-    Raises:
-        ValueError: shapes differ or are not [B, T].
     """
-    if tokens.shape != labels.shape or tokens.ndim != 2:
-        raise ValueError(f"tokens {tuple(tokens.shape)} and labels {tuple(labels.shape)} must both be [B, T]")
     trained = labels != ignore
     at = trained & (tokens == labels)
     before = trained[:, :-1] & (tokens[:, 1:] == labels[:, :-1])

@@ -320,11 +320,6 @@ def _cause(scene: Scene, name: str, p: nn.Parameter) -> tuple[str, Line | None]:
     return "its results do not reach the loss", trace.uses[name, True]
 
 
-def is_zeroed(p: nn.Parameter, arrived: set[int]) -> bool:
-    """Whether a gradient is only the zeros of `zero_grad(set_to_none=False)`, while other parameters received theirs."""
-    return bool(arrived) and p.grad is not None and type(p) is nn.Parameter and not bool(p.grad.any())
-
-
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
     """The parameters that optimizers own, by id."""
     return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

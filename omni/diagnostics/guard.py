@@ -24,7 +24,6 @@ from omni.diagnostics.diagnose import (
     at_start,
     diagnose,
     fingerprint,
-    is_zeroed,
     kind_of,
     missing_gradients,
     parameters_of,
@@ -170,12 +169,10 @@ class Guard:
 
 @dataclass(eq=False, kw_only=True)
 class _Step(Scene):
-    """One step of a guard, as a context manager.
+    """One step of a guard, as a context manager; `inner` within another one, as where a repeated step has its own `guard.step`.
 
-    Attributes:
-        inner: it is within another step of its guard, as where a step that is repeated has its own `guard.step`.
-        loose: parameters that no optimizer owns, with their state at the start: they may be written by other means (a copy in
-            a wider type is an optimizer's).
+    `loose` has the parameters that no optimizer owns, with their state at the start: they may be written by other means (a copy
+    in a wider type is an optimizer's).
     """
 
     guard: Guard
@@ -207,19 +204,14 @@ class _Step(Scene):
         self.loose = {name: fingerprint(p) for name, p in self.named if guard.optimizers and id(p) not in owned}
         if self.traced:
             self.trace = Trace({id(p): name for name, p in self.named}, self.first)
-        self._watch()
-        return self
-
-    def _watch(self) -> None:
-        """Sets the hooks of the step, and starts the trace."""
-        for _, p in self.named:
-            self.stack.callback(p.register_post_accumulate_grad_hook(self._arrived).remove)
-        for optimizer in self.guard.optimizers:
-            self.stack.callback(optimizer.register_step_pre_hook(self._note_step).remove)
+        hooks = [p.register_post_accumulate_grad_hook(self._arrived) for _, p in self.named]
+        for hook in [*hooks, *(optimizer.register_step_pre_hook(self._note_step) for optimizer in guard.optimizers)]:
+            self.stack.callback(hook.remove)
         checkpoints = watched_checkpoints(self.findings.append, self.trace, self.model, self.names)
         self.parts = self.stack.enter_context(checkpoints)
         if self.trace is not None:
             self.stack.enter_context(self.trace.running())
+        return self
 
     def _arrived(self, p: Tensor) -> None:
         if p.grad is not None:  # a backward may give no gradient
@@ -230,9 +222,11 @@ class _Step(Scene):
         self._note_gradients()
 
     def _note_gradients(self) -> None:
-        """Notes gradients that came by other means than backward, or before this step started."""
+        """Notes gradients that came by other means than backward, or before this step started; the zeros of
+        `zero_grad(set_to_none=False)` are none, once other parameters received theirs."""
         arrived = self.guard.arrived
-        arrived |= {id(p) for _, p in self.named if p.grad is not None and id(p) not in arrived and not is_zeroed(p, arrived)}
+        late = [p for _, p in self.named if p.grad is not None and id(p) not in arrived]
+        arrived |= {id(p) for p in late if not arrived or type(p) is not nn.Parameter or bool(p.grad.any())}  # type: ignore[union-attr]
 
     def _is_intermittent(self, p: nn.Parameter) -> bool:
         """Whether a parameter without gradient has received one lately: experts and tasks do not take part in every step."""
@@ -268,7 +262,13 @@ class _Step(Scene):
         self.stack.close()
         try:
             if error is None:
-                self._end()
+                start = at_start(self)
+                if self.last or self.stepped:
+                    self._check_gradients()
+                self.findings = guard.recent = guard.add([*start, *self.findings, *traced_changes(self)])
+                guard.has_checkpoints = bool(self.parts)
+                if not self.findings:
+                    guard.start = None
                 return
             guard.arrived.clear()
             if not isinstance(error, RuntimeError) or isinstance(error, GraphError) or kind_of(error) is None:
@@ -282,16 +282,6 @@ class _Step(Scene):
             if self.trace is not None:
                 self.trace.forget()
             self.frame = None
-
-    def _end(self) -> None:
-        """Looks at a step that did not fail."""
-        guard, start = self.guard, at_start(self)
-        if self.last or self.stepped:
-            self._check_gradients()
-        self.findings = guard.recent = guard.add([*start, *self.findings, *traced_changes(self)])
-        guard.has_checkpoints = bool(self.parts)
-        if not self.findings:
-            guard.start = None
 
 
 # --- what a repeated step starts from, and leaves -----------------------------------------------------------------------

@@ -233,21 +233,6 @@ def test_an_edit_that_ends_before_backward(adapters):
     assert finding.line is not None and finding.line.file == "omni/edit/deltas.py"
 
 
-def test_a_state_that_is_carried_over_from_step_to_step():
-    """A recurrent state that a variable of the loop carries: the line that binds it, not the one that first made it."""
-    cell = nn.GRUCell(WIDTH, WIDTH)
-    guard = Guard(cell)
-    state = torch.zeros(4, WIDTH)
-    with pytest.raises(GraphError) as caught:
-        for i in range(2):
-            with guard.step():
-                state = cell(data(i), state)
-                state.mean().backward()
-    finding = caught.value.findings[-1]
-    assert finding.kind == "freed" and finding.tensor.startswith("state ") and "state.detach()" in finding.remedy
-    assert finding.line is not None and finding.line.code == "state = cell(data(i), state)"
-
-
 def test_a_loss_without_a_graph():
     model = nn.Linear(WIDTH, 1)
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from omni.edit.deltas import edited, edited_everywhere, find_linears, mlp_linears, weight_of
-from omni.edit.storage import merge, revert
+from omni.edit.mend import gradient_factors
+from omni.edit.storage import merge, revert, save_merged
+from omni.errors import UserError
 from omni.model.linears import is_quantized, quantize
 from tests.close import assert_near
 from tests.edit.toys import all_logits, batch_of, build, loss_of, some_edits, some_mend
@@ -65,8 +67,6 @@ def test_an_editor_makes_the_same_edit_of_a_dispatched_model(name, how, tmp_path
     far = spread(copy.deepcopy(plain), how, str(tmp_path))
     mend, ids = some_mend(plain), batch_of(name, 2)
     mend.train()
-    from omni.edit.mend import gradient_factors
-
     mend(gradient_factors(plain, mend.shapes, ids, loss_of))  # its statistics need tokens
     one, two = mend.edit(plain, ids, loss_of), mend.edit(far, ids, loss_of)
     for target, delta in one.deltas.items():
@@ -75,7 +75,7 @@ def test_an_editor_makes_the_same_edit_of_a_dispatched_model(name, how, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_an_edit_of_a_quantised_base_is_merged_into_what_it_dequantises_to(kind):
+def test_an_edit_of_a_quantised_base_is_merged_into_what_it_dequantises_to(kind, tmp_path):
     model, ids = build("speech"), batch_of("speech", 1)
     quantize(model, kind, mlp_linears(model))
     parts = find_linears(model, mlp_linears(model))
@@ -94,5 +94,9 @@ def test_an_edit_of_a_quantised_base_is_merged_into_what_it_dequantises_to(kind)
             assert torch.equal(part.weight, (dense[target].double() + edits.deltas[target].weight()).float())
         # int8 rounds what comes in too, a merged weight does not
         assert_near(all_logits(model, ids), wanted, 1e-5 if kind == "nf4" else 0.05)
+        with pytest.raises(UserError, match=r"quantised.*checkpoint"):
+            save_merged(tmp_path, merged)
         revert(model, merged)
         assert torch.equal(all_logits(model, ids), before)
+        with pytest.raises(UserError, match=r"were never merged"):
+            revert(model, merged)

@@ -155,14 +155,6 @@ def test_dropout_is_drawn_again_in_training_only_and_checkpointing_repeats_it() 
         assert torch.equal(model(texts()), model(texts()))
 
 
-def test_merged_state_is_the_plain_models() -> None:
-    model, plain = ours(), Ours(mistral())
-    state = merged_state(model, model.state_dict())
-    plain.load_state_dict(state)
-    with torch.no_grad():
-        assert_near(plain(texts()), model(texts()), 1e-5)
-
-
 @pytest.mark.parametrize("quantized", [None, "nf4"])
 def test_weights_merged_as_they_are_read_are_bitwise_the_merged_ones(quantized: str | None) -> None:
     model = Ours(mistral())

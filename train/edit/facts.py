@@ -136,8 +136,8 @@ def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
         raise UserError(f"{where}: answer_text cannot be tokenised: {error}") from error
     if _composed(back) != _composed(fact.answer_text):  # no edit can make the model say it
         raise UserError(
-            f"{where}: answer_text {fact.answer_text!r} cannot be tokenised: the model's tokenizer writes it as {back!r}; put it "
-            "in words that the model knows"
+            f"{where}: answer_text {fact.answer_text!r} cannot be tokenised: the model's tokenizer writes it as {back!r}; put "
+            "it in words that the model knows"
         )
     if fact.answer_codes is not None and len({len(row) for row in fact.answer_codes}) != 1:
         raise UserError(f"{where}: answer_codes are ragged; give as many frames for every stream")

@@ -81,14 +81,6 @@ def test_directions_that_single_scales_do_not_turn(method: str) -> None:
     assert float(torch.cosine_similarity(one, two, dim=0)) == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_upgrad_conflicts_with_nobody(seed: int) -> None:
-    table = rows(seed)
-    direction, _ = combine("upgrad", table, reg_eps=1e-8)
-    assert (table @ direction).min() > -1e-4 * table.norm() ** 2
-    assert table.mean(0).norm() > 0
-
-
 def test_excessmtl_outlives_a_first_step_without_measure() -> None:
     """A risk a million times that of the first step takes all weight, and what is no number stays out."""
     balancer = Balancer(BalanceConfig("excessmtl", "parameters"), NAMES[:2])

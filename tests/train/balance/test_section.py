@@ -63,9 +63,6 @@ def test_data_without_two_tasks_that_ask_by_speech() -> None:
         balanced_tasks(BalanceConfig("mgda"), data)
 
 
-TWICE = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A1A2": 1.0}),), micro_batches=2)
-
-
 def test_two_levels_need_held_out_rows(tmp_path: Path) -> None:
     data = DataConfig(sources=(SourceConfig("spoken-digits", tasks={"A1T1": 1.0, "A1A2": 1.0}),))
     config = balanced_config(tmp_path, BalanceConfig("moml"), data=data)
