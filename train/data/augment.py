@@ -32,17 +32,21 @@ from omni.audio.resample import resample
 from omni.errors import UserError
 from train.data.config import AugmentConfig, Range
 
+COLOUR: Range = (0.0, 1.0)
+"""Generated noise falls with frequency as 1 / f**colour in power: 0 white, 1 pink."""
+RECORDED, NOISY = 0.5, 0.5  # share of noise from files, where there are any; of clips whose features get noise
+ECHO_DB: Range = (-18.0, -3.0)  # power of all of the echo relative to the sound itself
+MASKED = 0.2  # largest share of a clip that a mask over time hides
+
 
 def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
-    """Vary speed, noise and gain of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed. UserError: the noise folder is
+    """Vary speed and noise of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed. UserError: the noise folder is
     missing or holds no sound, or one of its files cannot be read."""
     if config.speed is not None:
         audio = resample(audio, round(100 * _uniform(config.speed, generator)), 100)  # steps of 0.01, so filters are reused
     if config.noise_snr_db is not None and _uniform((0.0, 1.0), generator) < config.noise_probability:
         noise = _noise(audio.shape[-1], config, generator)
         audio = add_noise(audio, noise, _uniform(config.noise_snr_db, generator))
-    if config.gain_db is not None:
-        audio = audio * 10.0 ** (_uniform(config.gain_db, generator) / 20.0)
     return audio
 
 
@@ -96,16 +100,17 @@ def _mask(
 ) -> Tensor:
     """Mask runs of bands and of frames; `silent` frames [F] bool keep theirs, and count for no mean."""
     bands, length = mel.shape[0], mel.shape[1] if frames is None else min(frames, mel.shape[1])
-    if not config.freq_masks and not config.time_masks:
+    (bands_masked, widest), (times_masked, longest) = config.freq_masks, config.time_masks
+    if not bands_masked and not times_masked:
         return mel
     out = mel.clone()
     mean = mel[:, :length].mean() if silent is None else mel[:, ~silent].mean()
-    places = torch.rand(config.freq_masks + config.time_masks, 2, generator=generator, dtype=torch.float64).tolist()
-    for draw in places[: config.freq_masks]:
-        start, width = _run(bands, config.freq_width, draw)
+    places = torch.rand(bands_masked + times_masked, 2, generator=generator, dtype=torch.float64).tolist()
+    for draw in places[:bands_masked]:
+        start, width = _run(bands, widest, draw)
         out[start : start + width, :length] = mean
-    for draw in places[config.freq_masks :]:
-        start, width = _run(length, min(config.time_width, int(config.time_fraction * length)), draw)
+    for draw in places[bands_masked:]:
+        start, width = _run(length, min(longest, int(MASKED * length)), draw)
         if silent is None:
             out[:, start : start + width] = mean
         else:
@@ -152,8 +157,8 @@ def _vary(
         assert rate is not None and floor is not None
         mel, voice, silent = _with_pauses(mel, voice, config, generator, rate, floor)
     if config.feature_echo is not None and places[7] < config.feature_echo_probability:
-        mel = add_echo(mel, _between(config.feature_echo, places[8]), _between(config.feature_echo_db, places[9]))
-    if config.feature_noise is not None and places[3] < config.feature_noise_probability:
+        mel = add_echo(mel, _between(config.feature_echo, places[8]), _between(ECHO_DB, places[9]))
+    if config.feature_noise is not None and places[3] < NOISY:
         mel = add_feature_noise(mel, _between(config.feature_noise, places[4]), 2 * places[5] - 1, generator, floor)
     if config.feature_range is not None:
         mel = mel.clamp_min(float(mel.max()) - _between(config.feature_range, places[10]) / 4)
@@ -200,13 +205,13 @@ def _run(length: int, widest: int, draws: tuple[float, float]) -> tuple[int, int
 
 
 def _noise(samples: int, config: AugmentConfig, generator: Generator) -> Tensor:
-    if config.noise_folder is not None and _uniform((0.0, 1.0), generator) < config.noise_file_probability:
+    if config.noise_folder is not None and _uniform((0.0, 1.0), generator) < RECORDED:
         files = noise_files(config.noise_folder)
         noise = _recording(files[int(torch.randint(len(files), (), generator=generator))])
         start = int(torch.randint(noise.shape[0], (), generator=generator))
         repeats = -(-(start + samples) // noise.shape[0])
         return noise.repeat(repeats)[start : start + samples]
-    return coloured_noise(samples, _uniform(config.noise_colour, generator), generator)
+    return coloured_noise(samples, _uniform(COLOUR, generator), generator)
 
 
 _recording = lru_cache(maxsize=64)(partial(read_audio, sample_rate=SAMPLE_RATE))

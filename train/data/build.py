@@ -35,7 +35,7 @@ def build_source(
     """Build one source; UserError where its files are wrong, or it needs a codec and there is none. `needed`: parts of stored
     rows that are read; None for all."""
     if config.kind == "stream":
-        return StreamSource(config.folders[0], config.read, codec.name if codec is not None else "", config.shuffle, seed)
+        return StreamSource(config.folders[0], config.read, codec.name if codec is not None else "", config.window, seed)
     if config.path is not None:
         held_out = config.held_out if isinstance(config.held_out, int) else 0
         return StoredRows(config.path, cache, needed, held_out, config.window if config.order == "sequential" else None)

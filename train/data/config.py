@@ -33,30 +33,20 @@ class AugmentConfig:
     """Power of the clip over the power of the noise added to it, in dB: (5, 30)."""
     noise_probability: Share = 1.0
     """Part of the clips that noise is added to."""
-    noise_colour: Annotated[Range, span(-2, 4)] = (0.0, 1.0)
-    """Generated noise falls with frequency as 1 / f**colour in power: 0 white, 1 pink, 2 brown."""
     noise_folder: str | None = None
-    """Sound files to take noise from, searched in all folders below. None: generated noise only."""
-    noise_file_probability: Share = 0.5
-    """Part of the noise that comes from the files, where there is a folder."""
-    gain_db: Annotated[Range | None, span(-120, 60)] = None
-    """Loudness change in dB: (-12, 6). The result is not clipped: features are taken from it as it is."""
+    """Sound files to take half of the noise from, searched in all folders below. None: generated noise, white to pink."""
     warp_speed: Annotated[Range | None, span(0.25, 4)] = None
     """Playing speed, by stretching the features over time: (0.9, 1.1)."""
     warp_bands: Annotated[Range | None, span(0.5, 2)] = None
     """Length of the speaker's vocal tract, by stretching the features over the mel bands: (0.9, 1.1)."""
     feature_noise: Annotated[Range | None, span(-20, 10)] = None
-    """Log10 of the power of noise added to the features (speech peaks near 1): (-6, -1)."""
-    feature_noise_probability: Share = 0.5
-    """Part of the clips that such noise is added to."""
+    """Log10 of the power of noise added to the features of half of the clips (speech peaks near 1): (-6, -1)."""
     feature_gain_db: Annotated[Range | None, span(-120, 60)] = None
     """Loudness change of the features in dB: (-16, 8)."""
     feature_shape_db: Annotated[float, Field(ge=0, le=40)] | None = None
     """Another microphone: a smooth curve over the mel bands, its standard deviation up to this many dB."""
     feature_echo: Annotated[Range | None, span(1, 1000)] = None
-    """Frames in which the echo of another room falls by 60 dB: (5, 35)."""
-    feature_echo_db: Annotated[Range, span(-60, 20)] = (-18.0, -3.0)
-    """Power of all of the echo relative to the sound itself, in dB."""
+    """Frames in which the echo of another room, 3 to 18 dB below the sound, falls by 60 dB: (5, 35)."""
     feature_echo_probability: Share = 0.5
     """Part of the clips that echo."""
     feature_range: Annotated[Range | None, span(0.5, 8)] = None
@@ -69,14 +59,10 @@ class AugmentConfig:
     """Seconds of silence before the first sound of all clips, where there are `pauses`."""
     pause_after: Annotated[Range, span(0, 10)] = (0.0, 1.6)
     """The same after the last sound. Longer than `pauses`: a silence longer than any of them is an end."""
-    freq_masks: NonNegativeInt = 0
-    """Number of masks over mel bands, each of 0 to `freq_width` bands."""
-    freq_width: NonNegativeInt = 12
-    time_masks: NonNegativeInt = 0
-    """Number of masks over time, each of 0 to `time_width` frames and never over `time_fraction` of the
-    clip."""
-    time_width: NonNegativeInt = 20
-    time_fraction: Share = 0.2
+    freq_masks: tuple[NonNegativeInt, NonNegativeInt] = (0, 12)
+    """Number of masks over mel bands, and the most bands of one."""
+    time_masks: tuple[NonNegativeInt, NonNegativeInt] = (0, 20)
+    """Number of masks over time, and the most frames of one, which hides a fifth of the clip at most."""
 
     def __post_init__(self) -> None:
         if self.noise_folder is not None and self.noise_snr_db is None:
@@ -87,8 +73,6 @@ MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""
 WINDOW = 256
 """Rows of a window, unless `SourceConfig.window` says otherwise."""
-SHUFFLE = 256
-"""Rows of a stream that are shuffled, unless `SourceConfig.shuffle` says otherwise."""
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
 
 
@@ -136,8 +120,8 @@ class SourceConfig:
             the same path hold out alike.
         order: of a stored source: `random`, any row may follow any other; `sequential`, pieces of 32 rows are shuffled, each is
             read once an epoch and as a whole, and rows are drawn from a window of pieces: for buckets and slow disks.
-        window: rows from which each packer draws, and which it keeps in memory, where the order is sequential.
-        shuffle: of a stream, rows that each packer reads ahead and shuffles, in memory as they are stored.
+        window: rows from which each packer draws, and which it keeps in memory, where the order is sequential; of a stream,
+            those that it reads ahead and shuffles.
         read: of a stream, how its records become rows, as `data prepare` takes it; null recognises the format.
         options: of a kind that a plug-in makes, its own settings.
     """
@@ -152,7 +136,6 @@ class SourceConfig:
     held_out: int | str | None = None
     order: Literal["random", "sequential"] = "random"
     window: PositiveInt = WINDOW
-    shuffle: PositiveInt = SHUFFLE
     read: ReaderOptions | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -162,13 +145,13 @@ class SourceConfig:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
         if self.kind == "stream":
             self._check_stream()
-        elif self.read is not None or self.shuffle != SHUFFLE:
-            raise UserError(f"a source of kind {self.kind!r} is no stream: leave out read and shuffle, or set kind to stream")
+        elif self.read is not None:
+            raise UserError(f"a source of kind {self.kind!r} is no stream: leave out read, or set kind to stream")
         if self.kind not in ("stored", "stream") and (self.path or self.held_out):
             raise UserError(f"a source of kind {self.kind!r} reads no files; leave out path {self.path or self.held_out!r}")
         if self.kind != "stored" and self.order != "random":
             raise UserError(f"a source of kind {self.kind!r} reads no files in pieces: leave out order {self.order!r}")
-        if self.order == "random" and self.window != WINDOW:
+        if self.kind != "stream" and self.order == "random" and self.window != WINDOW:
             raise UserError(f"source.window is {self.window}, but order is random, which has none: set order to sequential")
         if isinstance(self.held_out, int) and self.held_out < 1:
             raise UserError(

@@ -11,6 +11,7 @@ from torch import Generator, Tensor
 from omni.audio.mel import LOWEST
 from omni.config import ModelConfig
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
+from train.data import augment
 from train.data.augment import augment_mel, energy, gaps, insert, speech
 from train.data.batching.batch import assemble
 from train.data.batching.examples import Clip, Example, Prepared, turn_labels
@@ -61,7 +62,9 @@ def test_labels_frame_by_frame() -> None:
     assert turn_labels(torch.zeros(4).bool(), 2).tolist() == [[0, -1], [0, -1]]
 
 
-@pytest.mark.parametrize("config", [AugmentConfig(), WARPED, replace(WARPED, time_masks=2, freq_masks=1, feature_echo=(5, 35))])
+@pytest.mark.parametrize(
+    "config", [AugmentConfig(), WARPED, replace(WARPED, time_masks=(2, 20), freq_masks=(1, 12), feature_echo=(5, 35))]
+)
 def test_where_nothing_is_put_in_nothing_changes(config: AugmentConfig) -> None:
     mel = torch.randn(80, 70, generator=seeded(0)) * 0.3
     wanted, _ = augment_mel(mel, config, seeded(3), floor=LOWEST)
@@ -89,16 +92,16 @@ def test_pauses_are_silence_that_is_put_in_and_voice_follows() -> None:
     assert counts == {1, 2}
 
 
-def test_masks_leave_pauses_alone_and_noise_reaches_them() -> None:
+def test_masks_leave_pauses_alone_and_noise_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(augment, "MASKED", 1.0)
+    monkeypatch.setattr(augment, "NOISY", 1.0)
     mel = words(0.5, 0.5) + torch.linspace(0, 0.1, 20)
-    masks = AugmentConfig(
-        pauses=(0.2, 0.5), pause_before=(0.5, 0.5), pause_after=(0.5, 0.5), time_masks=6, time_width=60, time_fraction=1.0
-    )
+    masks = AugmentConfig(pauses=(0.2, 0.5), pause_before=(0.5, 0.5), pause_after=(0.5, 0.5), time_masks=(6, 60))
     found, voice = augment_mel(mel, masks, seeded(0), voice=speech(mel), **TURN)
     assert voice is not None and (found[:, ~voice] == LOWEST).all() and (found[:, voice] != mel).any()
     changed = found[:, voice][found[:, voice] != mel]
     assert torch.allclose(changed, mel.mean())
-    config = replace(PAUSES, feature_noise=(-2, -1), feature_noise_probability=1.0)
+    config = replace(PAUSES, feature_noise=(-2, -1))
     noisy, _ = augment_mel(mel, config, seeded(0), **TURN)
     assert (noisy[:, :1] > LOWEST).any()
 

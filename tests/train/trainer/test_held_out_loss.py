@@ -79,7 +79,7 @@ def test_each_row_is_examined_once_for_every_task_of_its_source(rows: list[Row])
     assert (found.rows, found.examples) == (5, 1 + 3 * 2 + 1)
     tasks = torch.cat([batch.task[batch.task >= 0] for batch in found.batches])
     assert {tuple(TASKS)[i] for i in tasks.unique().tolist()} == {"T1T2", "A1A2", "A1T1"}
-    again = held(rows, augment=AugmentConfig(feature_noise=(-6, -1), time_masks=2, time_width=5))
+    again = held(rows, augment=AugmentConfig(feature_noise=(-6, -1), time_masks=(2, 5)))
     for a, b in zip(found.batches, again.batches, strict=True):
         assert a.tokens.equal(b.tokens) and a.inputs.equal(b.inputs)
     short = held(rows, replace(PACKING, length=25))

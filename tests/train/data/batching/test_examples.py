@@ -22,7 +22,7 @@ from train.data.config import AugmentConfig, DataConfig, PackingConfig, SourceCo
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn, Sound
 
-AUGMENT = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(5, 20), freq_masks=1, time_masks=1)
+AUGMENT = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(5, 20), freq_masks=(1, 12), time_masks=(1, 20))
 
 
 def row_of(model, turns: int = 1) -> Row:
@@ -231,7 +231,7 @@ def test_a_run_is_built_from_plain_data(tmp_path):
             },
         ],
         "packing": {"rows": 2, "length": 512, "buffer": 4},
-        "seed": 2, "alignment": "words", "words": ["xyz"], "augment": {"freq_masks": 1}, "cache": str(tmp_path / "cache"),
+        "seed": 2, "alignment": "words", "words": ["xyz"], "augment": {"freq_masks": [1, 12]}, "cache": str(tmp_path / "cache"),
     }  # fmt: skip
     config = from_dict(DataConfig, plain, "data")
     assert from_dict(DataConfig, to_dict(config)) == config
@@ -295,7 +295,7 @@ def test_slower_speech_does_not_leave_the_window_and_padded_models_keep_their_fr
     model = MODELS["codec2"]
     row = row_of(model)
     full = replace(row, turns=(replace(row.turns[0], question_audio=Sound(torch.randn(32000) * 0.1, 16000)),))
-    slow = AugmentConfig(speed=(0.5, 0.5), warp_speed=(0.5, 0.5), freq_masks=1)
+    slow = AugmentConfig(speed=(0.5, 0.5), warp_speed=(0.5, 0.5), freq_masks=(1, 12))
     made = maker_of(model, augment=slow).make(0, Prepared(full), ["A1T1"])
     assert made.clips[0].frames == 100 and made.columns.features == (50,)  # as long as it was
     short = replace(row, turns=(replace(row.turns[0], question_audio=Sound(torch.randn(8000) * 0.1, 16000)),))

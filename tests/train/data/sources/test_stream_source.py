@@ -99,7 +99,7 @@ def options(kind: str) -> ReaderOptions | None:
 def pipeline(
     path: Path | str, kind: str, more: tuple[SourceConfig, ...] = (), broken: Any = "error", **changes: Any
 ) -> Pipeline:
-    settings: dict[str, Any] = {"tasks": {"A1A2": 0.6, "A1T1": 0.4}, "read": options(kind), "shuffle": 3}
+    settings: dict[str, Any] = {"tasks": {"A1A2": 0.6, "A1T1": 0.4}, "read": options(kind), "window": 3}
     source = SourceConfig("stream", path=str(path), **{**settings, **changes})
     packing = PackingConfig(rows=2, length=160, buffer=4)
     return build_pipeline(
@@ -208,7 +208,7 @@ def test_broken_rows_are_counted_and_a_damaged_shard_ends_there(data: dict[str, 
     write_tar(tmp_path / "b.tar", records())
     whole = (tmp_path / "b.tar").read_bytes()
     (tmp_path / "b.tar").write_bytes(whole[: len(whole) // 2])
-    pipe = pipeline(tmp_path, "tar", broken="skip", shuffle=100)
+    pipe = pipeline(tmp_path, "tar", broken="skip", window=100)
     found = [pipe.fetch(number) for number in range(30)]
     unused = Counter(one.why for one in found if isinstance(one, Unused))
     assert all(one.reason == "the row cannot be read" for one in found if isinstance(one, Unused))
