@@ -23,6 +23,7 @@ from omni.stores.reading import naming
 from omni.tasks import TASKS, Task, find_task
 from omni.utils.remote import check_there, find_address
 from train.data.readers import READERS, Broken, OpenedSource, ReaderOptions, data_path, open_source
+from train.data.readers.containers import TAR
 from train.data.readers.files import Files
 from train.data.readers.source import RecordReader, text
 from train.data.rows.files import evenly
@@ -75,7 +76,7 @@ VOICEBENCH = RecordReader(
     name="voicebench",
     summary="VoiceBench: Parquet or JSON lines with audio, prompt and reference columns",
     row=voicebench_row,
-    endings=(".parquet", ".jsonl", ".jsonl.gz", ".json"),
+    endings=(".parquet", ".jsonl", ".jsonl.gz", ".json", TAR),
     fields=(frozenset({"audio", "prompt"}),),
 )
 OWN = {VOICEBENCH.name: VOICEBENCH}

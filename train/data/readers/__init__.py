@@ -17,14 +17,14 @@ from omni.plugins import Registry
 from omni.stores.reading import local_path
 from omni.utils.remote import check_there
 from train.data.readers.codes import PACKINGS, codes_kinds
+from train.data.readers.containers import TAR
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
 from train.data.readers.conversations import ALPACA, CHAT, LLAMA_OMNI, LUCY, SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
-from train.data.readers.folders import CommonVoice, LibriSpeech, Recordings
 from train.data.readers.moshi import MOSHI
 from train.data.readers.source import RecordReader
-from train.data.readers.table import ROWS, TableReader, unknown
+from train.data.readers.table import COMMON_VOICE, LIBRISPEECH, RECORDINGS, ROWS, TABLE, unknown
 from train.data.readers.templates.dialogues import PARTS, DialoguesReader
 
 __all__ = [
@@ -51,10 +51,10 @@ _ALL: tuple[Reader, ...] = (
     ALPACA,
     ROWS,
     DialoguesReader(),
-    CommonVoice(),
-    LibriSpeech(),
-    TableReader(),
-    Recordings(),
+    COMMON_VOICE,
+    LIBRISPEECH,
+    TABLE,
+    RECORDINGS,
 )
 
 READERS: Registry[Reader] = Registry(
@@ -102,18 +102,16 @@ def _in_order() -> list[Reader]:
     return [*list(READERS.values())[len(_ALL) :], *_ALL]
 
 
-def recognise_record(record: Mapping[str, Any], options: ReaderOptions, where: str) -> RecordReader | TableReader:
+def recognise_record(record: Mapping[str, Any], options: ReaderOptions, where: str) -> RecordReader:
     """Find the reader of records such as this one, or that of `options.format`. UserError where no reader knows them, or its
-    rows are not of single records. `where` names the data."""
-    known = {reader.name: reader for reader in _in_order() if isinstance(reader, RecordReader | TableReader)}
+    rows are not of the records of shards. `where` names the data."""
+    known = {reader.name: reader for reader in _in_order() if isinstance(reader, RecordReader) and TAR in reader.endings}
     if options.format:
         if options.format not in known:
             reason = "is unknown" if options.format not in READERS else "makes no rows of single records, and is not streamed"
             raise UserError(f"read.format {options.format!r} {reason}: there are {', '.join(known)}")
         return known[options.format]
-    readers = (reader for reader in known.values() if isinstance(reader, RecordReader) and reader.fits(record))
-    table = known["table"]
-    return table if options.columns else next(readers, table)
+    return TABLE if options.columns else next((reader for reader in known.values() if reader.fits(record)), TABLE)
 
 
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:

@@ -15,6 +15,7 @@ import itertools
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +33,7 @@ from train.data.readers.records import (
     Record,
     Records,
     TableRecords,
+    Transcript,
     finite,
     open_binary,
 )
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     import datasets
 
 
-TAR = ".tar"
+TAR, TRANSCRIPT = ".tar", ".trans.txt"
 KINDS = (TAR, ".parquet")
 LISTS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 ENDINGS = (".csv", ".tsv", ".csv.gz", ".tsv.gz", *LISTS, TAR)
@@ -153,17 +155,14 @@ def open_records(path: Path) -> Records:
         return TableRecords(path)
     if name.endswith(TAR):
         return TarRecords(path)
+    if name.endswith(TRANSCRIPT):
+        return Transcript(path)
     if name.endswith((".json", ".jsonl")):
-        return JsonArray(path) if _first_character(path) == "[" else JsonLines(path)
+        start = b""
+        with suppress(OSError, EOFError, zlib.error), open_binary(path) as file:
+            start = file.read(256)
+        return JsonArray(path) if start.decode("utf-8-sig", "replace").lstrip().startswith("[") else JsonLines(path)
     raise UserError(f"data file {path} is none of .parquet, .tar, .json, .jsonl, .csv, .tsv (or one of the latter with .gz)")
-
-
-def _first_character(path: Path) -> str:
-    try:
-        with open_binary(path) as file:
-            return file.read(256).decode("utf-8-sig", "replace").lstrip()[:1]
-    except (OSError, EOFError, zlib.error):
-        return ""
 
 
 class TarRecords(Records):
@@ -214,7 +213,6 @@ class ParquetRecords(Records):
         return ends[-1] if ends else 0
 
     def columns(self) -> list[str]:
-        """Names of the columns; empty where the file cannot be opened."""
         import pyarrow as pa
 
         try:

@@ -38,7 +38,7 @@ from typing import Any
 
 from omni.errors import UserError
 from train.data.readers.codes import check_duration, load_array, read_codes
-from train.data.readers.containers import ENDINGS, LISTS
+from train.data.readers.containers import ENDINGS, LISTS, TAR
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, seconds
 from train.data.readers.media import Said, listed, present, read_said, recordings_of, tags
@@ -51,6 +51,12 @@ _SPEAKERS = _ASKING + _ANSWERING + _SYSTEM
 
 Message = Mapping[str, Any]
 ReadCodes = Callable[[list[Message]], Sequence[Codes | None]]
+
+
+def _speaks(messages: Any, *names: str) -> bool:
+    """True for a list of messages with these fields."""
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, Mapping) and set(names) <= first.keys()
 
 
 def system_of(data: Mapping[str, Any], messages: Sequence[Message]) -> str:
@@ -181,9 +187,9 @@ CHAT = RecordReader(
     "chat",
     'written chats: JSON or Parquet of {"messages": [{"role", "content"}]}, also of several turns',
     chat_row,
-    LISTS,
+    (*LISTS, TAR),
     (frozenset({"messages"}),),
-    inner=("messages", frozenset({"role", "content"})),
+    also=lambda record: _speaks(record["messages"], "role", "content"),
     notice="system messages after the first question are left out",
 )
 
@@ -193,7 +199,7 @@ ALPACA = RecordReader(
     alpaca_row,
     ENDINGS,
     (frozenset({"instruction", "output"}),),
-    absent=frozenset({"question_audio", "question_text", "answer_audio", "answer_text"}),
+    also=lambda record: not {"question_audio", "question_text", "answer_audio", "answer_text"} & record.keys(),
     notice="an input follows its instruction after a blank line",
 )
 
@@ -227,9 +233,9 @@ LUCY = RecordReader(
     "lucy",
     "LUCY: JSON of conversations with role, content, wavpath and .snac files; the same of text alone",
     lucy_row,
-    (".json", ".jsonl"),
+    (".json", ".jsonl", TAR),
     (frozenset({"conversations"}),),
-    inner=("conversations", frozenset({"role", "content"})),
+    also=lambda record: _speaks(record["conversations"], "role", "content"),
     notice="SNAC codes are taken to be in the order {order} (c0 | c1 c1 | c2 c2 c2 c2 as the format documents it); "
     "system messages after the first question are left out",
     order="levels",
@@ -269,9 +275,9 @@ LLAMA_OMNI = RecordReader(
     "llama-omni",
     "LLaMA-Omni, VocalNet: JSON of speech and conversations (from human, gpt), units in .npy; the same of text alone",
     llama_omni_row,
-    (".json", ".jsonl"),
+    (".json", ".jsonl", TAR),
     (frozenset({"conversations"}),),
-    inner=("conversations", frozenset({"from", "value"})),
+    also=lambda record: _speaks(record["conversations"], "from", "value"),
     notice="units are taken to be of the codec {codec}; text beside <speech> is not kept; system messages "
     "after the first question are left out",
     codec="that --read.codec names",
@@ -327,7 +333,7 @@ VOICE_ASSISTANT = RecordReader(
     "voiceassistant",
     "VoiceAssistant-400K: Parquet with question_audio and answer_snac",
     partial(assistant_row, format="voiceassistant"),
-    (".parquet",),
+    (".parquet", TAR),
     (frozenset({"question", "answer", "answer_snac"}),),
     notice="SNAC codes are taken to be in the order {order} (c0 c1 c2 c2 c1 c2 c2 as the format documents it)",
     order="streams",
@@ -337,7 +343,7 @@ SLAM_OMNI = RecordReader(
     "slam-omni",
     "SLAM-Omni: Parquet with answer_cosyvoice_speech_token, or JSON lines with source_wav, target_token",
     partial(assistant_row, format="slam-omni"),
-    (".parquet", ".jsonl"),
+    (".parquet", ".jsonl", TAR),
     (frozenset({"question", "answer", "answer_cosyvoice_speech_token"}), frozenset({"source_text", "target_text"})),
     notice="answers' codes are taken to be of the codec {codec}, which only a model of that codec speaks",
     codec="cosyvoice",

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
+from train.data.readers.containers import TAR
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, header
 from train.data.readers.source import RecordReader, make_row, number, text, to_sides
@@ -212,6 +213,6 @@ CUTS = RecordReader(
     "cuts",
     "Lhotse and NeMo cuts (JSON lines, also .gz): stretches of recordings with supervisions; NeMo lists of audio_filepath",
     cut_row,
-    (".jsonl", ".jsonl.gz", ".json"),
+    (".jsonl", ".jsonl.gz", ".json", TAR),
     (frozenset({"id", "start", "duration", "recording"}), frozenset({"audio_filepath", "duration"})),
 )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omni.errors import UserError
+from train.data.readers.containers import TAR
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, cut, header
 from train.data.readers.source import RecordReader, check_text, make_row, number, text, to_sides
@@ -141,8 +142,8 @@ MOSHI = RecordReader(
     "moshi",
     "moshi-finetune: JSON lines of path and duration, stereo recordings, .json alignments beside them",
     moshi_row,
-    (".jsonl",),
+    (".jsonl", TAR),
     (frozenset({"path", "duration"}),),
-    absent=frozenset({"text", "sentence", "question_text"}),
+    also=lambda record: not {"text", "sentence", "question_text"} & record.keys(),
     notice="the left channel is taken to be the model, the right one the user",
 )

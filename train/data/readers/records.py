@@ -20,7 +20,7 @@ import os
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property, partial
@@ -87,6 +87,11 @@ class Records(ABC):
         """Fields of the first record; empty where it cannot be read, or there is none."""
         return next((record.data for record in self.iterate(0, 1)), {})
 
+    def columns(self) -> list[str]:
+        """Names of the first record's fields; empty where they cannot be read. UserError for text that is no UTF-8, and for two
+        columns of one name."""
+        return list(self.first())
+
 
 _kept: list[tuple[int, Records, int, Iterator[Any]]] = []
 """At most one reading, with its process (a forked one shares the place in an open file, and must not read on there), and the
@@ -130,6 +135,12 @@ class TextRecords(Records):
     def _fields(self, part: Any) -> Any:
         """Parse a raw record; UserError where it is none."""
 
+    def columns(self) -> list[str]:
+        with suppress(OSError, EOFError, zlib.error), open_binary(self.path) as file:
+            if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise UserError(f"{self.path} is UTF-16; save it as UTF-8")
+        return super().columns()
+
     def _raw(self, start: int) -> tuple[int, Iterator[tuple[int, Any]]]:
         return 0, self._all()
 
@@ -169,6 +180,17 @@ class JsonLines(TextRecords):
             raise UserError(f"is no JSON ({error}): fix or drop the line") from error
         nonfinite = (b"N" in part and b"NaN" in part) or (b"I" in part and b"Infinity" in part)  # one byte is found faster
         return finite(data) if nonfinite else data
+
+
+class Transcript(JsonLines):
+    """Records of LibriSpeech's transcripts, lines of a name and a text; `folder` is the file's own."""
+
+    def _fields(self, part: bytes) -> dict[str, str]:
+        try:
+            name, _, said = part.decode().strip().partition(" ")
+        except UnicodeDecodeError as error:
+            raise UserError("is not UTF-8: convert the file") from error
+        return {"id": name, "text": said.strip(), "folder": str(self.path.parent.resolve())}
 
 
 class JsonArray(TextRecords):
@@ -226,6 +248,13 @@ class TableRecords(TextRecords):
     def header(self) -> list[str]:
         """Names of the columns; empty where they cannot be read."""
         return self.layout.names
+
+    def columns(self) -> list[str]:
+        super().columns()
+        twice = [name for name, count in Counter(self.header).items() if count > 1]
+        if twice:
+            raise UserError(f"{self.path} has the column {twice[0]!r} more than once; give each column a name of its own")
+        return self.header
 
     @cached_property
     def layout(self) -> TableLayout:

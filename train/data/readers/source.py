@@ -6,12 +6,11 @@ import itertools
 import os
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from omni.errors import UserError
 from omni.stores.pointers import check_pointers, has_pointers
 from omni.stores.tries import StoreError
 from train.data.readers.codes import ROWS, check_order
-from train.data.readers.containers import TAR, open_records
+from train.data.readers.containers import open_records
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
 from train.data.readers.files import Files, list_files
 from train.data.readers.media import TAG, recording_fields, refuse_pictures, tags, without_tags
@@ -40,9 +39,6 @@ Made = TypeVar("Made")
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 """Exceptions that an unforeseen record may raise: they make it broken. UserError is a ValueError."""
-
-MakeRow = Callable[[Mapping[str, Any], str], Row]
-"""Makes a row of a record's fields and its place in the file; UserError where they make none."""
 
 
 class Fields(UserDict[str, Any]):
@@ -69,13 +65,24 @@ class RowMapper:
     files: Files
     options: ReaderOptions
 
-    def __call__(self, data: Mapping[str, Any], where: str) -> Row:
+    def __call__(self, record: Record) -> Row | Broken:
+        """Make the row of a record, or say why there is none; StoreError where a store does not give its recordings."""
+        if record.error:
+            return Broken(record.where, record.error)
+        try:
+            return self._row(record.data, record.where)
+        except StoreError:
+            raise
+        except _BAD as error:
+            return Broken(record.where, one_line(error))
+
+    def _row(self, data: Mapping[str, Any], where: str) -> Row:
         """UserError also where the record has pictures, or recordings of which none was looked for."""
         refuse_pictures(data)
         row = self.row(data, where, files=self.files, options=self.options)
         recordings = recording_fields(data) if self.files.audio != "none" else []
         if recordings and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
-            asked = self._asked(data, where, replace(self.files, audio="none"))  # what lacks is counted
+            asked = self.asked(data, where)
             for name in recordings:
                 if name not in asked:
                     raise UserError(
@@ -84,35 +91,32 @@ class RowMapper:
                     )
         return row
 
-    def _asked(self, data: Mapping[str, Any], where: str, files: Files) -> set[str]:
-        """Names of the fields that `row` looks for in a record."""
+    def asked(self, data: Mapping[str, Any], where: str) -> set[str]:
+        """Names of the fields that `row` looks for in a record; no recording is opened."""
         fields = Fields(data)
-        self.row(fields, where, files=files, options=self.options)
+        self.row(fields, where, files=replace(self.files, audio="none"), options=self.options)
         return fields.asked
-
-    def untaken(self, records: Iterable[Record]) -> str:
-        """Names the fields of these records that no row has taken, with the closest of those that would be; "" for none."""
-        names, asked = dict[str, None](), set[str]()
-        for record in records:
-            with suppress(*_BAD):
-                names, asked = names | dict.fromkeys(record.data), asked | self._asked(record.data, record.where, self.files)
-        near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
-        listed = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
-        return f"{UNTAKEN} {', '.join(listed[:_TOLD])}{', ...' * (len(listed) > _TOLD)}" if listed else ""
 
 
 class RecordSource(OpenedSource):
     """A row for each record of some files, in their order. The source can be pickled where `make` can. `away`: whether
     recordings, or the files themselves, are in a store, where each takes a request."""
 
-    def __init__(self, format: str, files: Sequence[Records], make: MakeRow, note: str = "") -> None:
-        self.format, self.note = format, note
-        self._files, self._make = list(files), make
+    def __init__(self, format: str, files: Sequence[Records], make: RowMapper, note: str = "") -> None:
+        self.format, self._files, self._make = format, list(files), make
         self.away = any(has_pointers(file.path) for file in self._files[:1])
-        if isinstance(make, RowMapper):
-            make = replace(make, files=replace(make.files, audio="none")) if self.away else make
-            first = itertools.chain.from_iterable(file.iterate(0, _SAMPLE) for file in self._files[:1])
-            self.note = "; ".join(filter(None, (note, make.untaken(first))))
+        self.note = "; ".join(filter(None, (note, self._untaken())))
+
+    def _untaken(self) -> str:
+        """Names the fields of the first records that no row takes, with the closest of those that would be; "" for none."""
+        names, asked = dict[str, None](), set[str]()
+        for record in itertools.chain.from_iterable(file.iterate(0, _SAMPLE) for file in self._files[:1]):
+            with suppress(*_BAD):
+                asked |= self._make.asked(record.data, record.where)
+                names |= dict.fromkeys(record.data)
+        near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
+        listed = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
+        return f"{UNTAKEN} {', '.join(listed[:_TOLD])}{', ...' * (len(listed) > _TOLD)}" if listed else ""
 
     def __len__(self) -> int:
         return sum(_ahead(len, self._files) if self.away else map(len, self._files))
@@ -123,15 +127,12 @@ class RecordSource(OpenedSource):
             counted = file is not self._files[-1] and (start or stop is not None)
             count = len(file) if counted else 0
             if start < count or not counted:
-                yield from self._items(file.iterate(start, stop))
+                yield from (_ahead if self.away else map)(self._make, file.iterate(start, stop))
+                if self.away:
+                    check_pointers(self._files[0].path)  # what was removed meanwhile looks like what is missing
             start, stop = max(0, start - count), None if stop is None else stop - count
             if stop is not None and stop <= 0:
                 return
-
-    def _items(self, records: Iterator[Record]) -> Iterator[Row | Broken]:
-        yield from (_ahead if self.away else map)(partial(row_of, make=self._make), records)
-        if self.away:
-            check_pointers(self._files[0].path)  # what was removed meanwhile looks like what is missing
 
 
 def _ahead(work: Callable[[Input], Made], inputs: Iterable[Input]) -> Iterator[Made]:
@@ -149,40 +150,10 @@ def _ahead(work: Callable[[Input], Made], inputs: Iterable[Input]) -> Iterator[M
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def row_of(record: Record, make: MakeRow) -> Row | Broken:
-    """Make the row of a record, or say why there is none; StoreError where a store does not give its recordings."""
-    if record.error:
-        return Broken(record.where, record.error)
-    try:
-        return make(record.data, record.where)
-    except StoreError:
-        raise
-    except _BAD as error:
-        return Broken(record.where, one_line(error))
-
-
 def one_line(error: BaseException) -> str:
     """Message of an error in one line of valid UTF-8, with its type where it is no UserError or OSError."""
     said = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
     return said if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {said}"
-
-
-def find_records(path: Path, endings: Sequence[str]) -> list[Records]:
-    """Open the file, or those in a folder and below it with these suffixes, sorted by path; UserError where there are none."""
-    if not path.is_dir():
-        return [open_records(path)]
-    files = [open_records(Path(file)) for file in list_files(path, endings)]
-    if not files:
-        raise UserError(f"data folder {path} holds no file that ends in {', '.join(endings)}")
-    return files
-
-
-def first_record(path: Path, endings: Sequence[str]) -> Mapping[str, Any]:
-    """Fields of the first record of a file, or of the first file in a folder; empty where there is none."""
-    file = next(list_files(path, endings, FIRST_DEPTH), None) if path.is_dir() else str(path)
-    if file is None or not file.lower().endswith(tuple(endings)) or not os.path.isfile(file):
-        return {}
-    return open_records(Path(file)).first()
 
 
 @dataclass(frozen=True)
@@ -190,49 +161,56 @@ class RecordReader:
     """Reads a format whose rows are records; recognises it by file suffixes and the fields of the first record.
 
     Attributes:
-        endings: suffixes of its files; WebDataset shards may hold its records, too.
+        row: makes the row of a record: `row(data, where, files=, options=)`; UserError where it makes none.
+        endings: suffixes of its files.
         fields: sets of fields; a first record with all of one set is of this format.
-        absent: fields of which none may be present.
-        inner: a field that is a list of objects, and fields that the first of them must have.
+        also: what else is true of such a record.
         notice: see `OpenedSource.note`; `{order}` and `{codec}` are replaced by those in use.
         order: SNAC's order as the format documents it, checked on the first rows (`check_order`).
         codec: the codec as the format documents it.
+        depth: depth of the folders in which its first file is looked for.
     """
 
     name: str
     summary: str
     row: Callable[..., Row]
     endings: tuple[str, ...]
-    fields: tuple[frozenset[str], ...]
-    absent: frozenset[str] = frozenset()
-    inner: tuple[str, frozenset[str]] | None = None
+    fields: tuple[frozenset[str], ...] = ()
+    also: Callable[[Mapping[str, Any]], bool] = bool
     notice: str = ""
     order: str = ""
     codec: str = ""
+    depth: int = FIRST_DEPTH
 
     def recognise(self, path: Path) -> bool:
-        return self.fits(first_record(path, (*self.endings, TAR)))
+        """True where the file, or the first in a folder, starts with a record of this format."""
+        file = next(list_files(path, self.endings, self.depth), "") if path.is_dir() else str(path)
+        return file.lower().endswith(self.endings) and os.path.isfile(file) and self.fits(open_records(Path(file)).first())
 
     def fits(self, record: Mapping[str, Any]) -> bool:
         """True where a record with these fields is of this format."""
-        if not any(fields <= record.keys() for fields in self.fields) or self.absent & record.keys():
-            return False
-        if self.inner is None:
-            return True
-        name, fields = self.inner
-        inner = record[name]
-        return isinstance(inner, list) and bool(inner) and isinstance(inner[0], Mapping) and fields <= inner[0].keys()
+        return any(fields <= record.keys() for fields in self.fields) and self.also(record)
+
+    def records(self, path: Path) -> list[Records]:
+        """The records of a file, or of those in a folder and below it; UserError where there are none."""
+        files = list(list_files(path, self.endings)) if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"data folder {path} holds no file that ends in {', '.join(self.endings)}")
+        return [open_records(Path(file)) for file in files]
 
     def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
-        make = self.maker(Files.of(path, options), options)
+        records = self.records(path)
+        make = self.maker(Files.of(path, options), options, records[0].columns, str(records[0].path))
         note = self.notice.format(order=options.order or self.order, codec=options.codec or self.codec)
-        source = RecordSource(self.name, find_records(path, (*self.endings, TAR)), make, note)
+        source = RecordSource(self.name, records, make, note)
         if self.order and not options.order:
             check_order(source.iterate(0, ROWS), self.order, self.name)
         return source
 
-    def maker(self, files: Files, options: ReaderOptions) -> MakeRow:
-        """The function that makes the row of a record."""
+    def maker(
+        self, files: Files, options: ReaderOptions, columns: Callable[[], Collection[str]], where: str
+    ) -> RowMapper:  # fmt: skip
+        """What makes the rows of records with these columns. `where` names the data."""
         return RowMapper(self.row, files, options)
 
 

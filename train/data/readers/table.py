@@ -1,30 +1,34 @@
-"""Reads tables and JSON lines of your own, and rows that are prepared already; words what a file of no known format holds.
+"""Reads a question, or a question with its answer, a row: tables of your own, prepared rows, Common Voice, LibriSpeech, and
+recordings alone; words what a file of no known format holds.
+
+A table of your own has some of these columns; others are mapped (`ReaderOptions.columns`: field to column), never guessed.
 
     question_audio, question_text, answer_audio, answer_text       what the turn holds; paths of recordings and texts
     id, speaker, language                                          of the row
 
-Other names are mapped (`ReaderOptions.columns`: field to column), never guessed.
+Common Voice: a table such as `train.tsv` with `client_id, path, sentence` (and `locale`, ...), recordings in `clips/` beside
+it. LibriSpeech: folders `<speaker>/<chapter>/` with a `<speaker>-<chapter>.trans.txt`, a line `<id> <TEXT>` for each
+`<id>.flac` beside it. Both give questions with recording and text, and no answers. Recordings alone give questions that
+have nothing else: an encoder is distilled on them (`objective.distill_weight`).
 """
 
 from __future__ import annotations
 
-import codecs
-import zlib
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omni.audio.decode import SUFFIXES
 from omni.errors import UserError
 from omni.plugins import PLUGIN
-from train.data.readers.containers import ENDINGS, TAR, ParquetRecords, open_records
-from train.data.readers.contract import OpenedSource, ReaderOptions
+from train.data.readers.containers import ENDINGS, TAR, TRANSCRIPT, open_records
+from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, list_files, seconds
-from train.data.readers.records import TableRecords, open_binary
-from train.data.readers.source import FIRST_DEPTH, MakeRow, RecordReader, RecordSource, RowMapper, make_row, text
+from train.data.readers.records import Record, Records, TableRecords
+from train.data.readers.source import FIRST_DEPTH, RecordReader, RowMapper, make_row, text
 from train.data.rows.row import ROW_VERSION, Row, RowTurn, Sound, from_plain
 
 _USUAL = {
@@ -34,23 +38,6 @@ _USUAL = {
     "answer_audio": "answer_wav response_audio",
 }
 """Usual column names of a row's fields: suggested in messages, never used by themselves."""
-
-
-def columns_of(path: Path) -> list[str]:
-    """Columns of a table, or fields of the first record; empty where they cannot be read. UserError for text in another
-    encoding, and for two columns of one name."""
-    records = open_records(path)
-    if isinstance(records, ParquetRecords):
-        return records.columns()
-    with suppress(OSError, EOFError, zlib.error), open_binary(path) as file:
-        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise UserError(f"{path} is UTF-16; save it as UTF-8")
-    if not isinstance(records, TableRecords):
-        return list(records.first())
-    twice = next((name for name, count in Counter(records.header).items() if count > 1), None)
-    if twice is not None:
-        raise UserError(f"{path} has the column {twice!r} more than once; give each column a name of its own")
-    return records.header
 
 
 def columns_flag(columns: Iterable[str]) -> str:
@@ -79,8 +66,8 @@ def unknown(path: Path, formats: Sequence[str]) -> str:
 
 def _look(file: Path) -> tuple[str, str]:
     """Describe what a file holds, and what may help; "" where nothing does."""
-    columns = columns_of(file)
-    first = next(open_records(file).iterate(0, 1), None)
+    records = open_records(file)
+    columns, first = records.columns(), next(records.iterate(0, 1), None)
     if first is None and not columns:
         return "is empty", ""
     if first is not None and first.error and not columns:
@@ -103,53 +90,42 @@ TURN = ("question_audio", "question_text", "answer_audio", "answer_text")
 ROW = ("id", "speaker", "language")
 
 
-class TableReader:
+class TableReader(RecordReader):
     """Reads one file (or a folder with one such file, or with WebDataset shards alone)."""
-
-    name = "table"
-    summary = (
-        "CSV, TSV, JSON lines, Parquet or .tar with question_audio, question_text, answer_audio, answer_text (or columns "
-        "mapped)"
-    )
 
     def recognise(self, path: Path) -> bool:
         files = self._files(path)
-        return one_table(files) and bool(set(TURN) & set(columns_of(files[0])))
+        return one_table(files) and self.fits(dict.fromkeys(open_records(files[0]).columns()))
 
-    def __call__(self, path: Path, options: ReaderOptions) -> OpenedSource:
+    def records(self, path: Path) -> list[Records]:
         files = self._files(path)
         if not one_table(files):
             raise UserError(f"{path} holds {len(files)} tables (.csv, .tsv, .jsonl, .json, .parquet, .tar): name one")
-        columns = columns_of(files[0])
-        if not columns:
-            raise UserError(
-                f"{files[0]} names no columns: it is empty, or does not start with a row; name other data, or fix it"
-            )
-        make = self.maker(Files.of(path, options), options, columns, str(files[0]))
-        return RecordSource(self.name, list(map(open_records, files)), make)
+        return list(map(open_records, files))
 
-    def maker(self, files: Files, options: ReaderOptions, columns: Collection[str], where: str) -> MakeRow:
-        """The function that makes rows of a table with these columns; UserError where these do not fit. `where` names it."""
-        unknown = [field for field in options.columns if field not in (*TURN, *ROW)]
-        if unknown:
+    def maker(
+        self, files: Files, options: ReaderOptions, columns: Callable[[], Collection[str]], where: str
+    ) -> RowMapper:  # fmt: skip
+        """What makes rows of a table with these columns; UserError where these do not fit."""
+        held, fields = columns(), (*TURN, *ROW)
+        if not held:
+            raise UserError(f"{where} names no columns: it is empty, or does not start with a row; name other data, or fix it")
+        for field, column in options.columns.items():
+            if field not in fields:
+                raise UserError(f"--read.columns maps {field!r}, which is no field of a row: there are {', '.join(fields)}")
+            if column not in held:
+                raise UserError(f"{where} has no column {column!r}: it has {', '.join(held)}")
+        names = {field: options.columns.get(field, field) for field in fields}
+        if not any(names[field] in held for field in TURN):
             raise UserError(
-                f"--read.columns maps {unknown[0]!r}, which is no field of a row: there are {', '.join((*TURN, *ROW))}"
-            )
-        names = {field: options.columns.get(field, field) for field in (*TURN, *ROW)}
-        missing = [column for field, column in options.columns.items() if column not in columns]
-        if missing:
-            raise UserError(f"{where} has no column {missing[0]!r}: it has {', '.join(columns)}")
-        if not any(names[field] in columns for field in TURN):
-            raise UserError(
-                f"{where} has none of the columns {', '.join(TURN)}: it has {', '.join(columns)}; "
-                f"map them, such as with {columns_flag(columns)}"
+                f"{where} has none of the columns {', '.join(TURN)}: it has {', '.join(held)}; "
+                f"map them, such as with {columns_flag(held)}"
             )
         return RowMapper(partial(table_row, names=names), files, options)
 
     def _files(self, path: Path) -> list[Path]:
-        if path.is_dir():
-            return [Path(file) for file in list_files(path, ENDINGS, 0)]
-        return [path] if path.name.lower().endswith(ENDINGS) else []
+        files = list_files(path, self.endings, 0) if path.is_dir() else [str(path)]
+        return [Path(file) for file in files if file.lower().endswith(self.endings)]
 
 
 def one_table(files: Sequence[Path]) -> bool:
@@ -196,6 +172,121 @@ ROWS = RecordReader(
     "rows",
     "Parquet of prepared rows, as `train data prepare` writes them, such as to prepare them for another codec",
     stored_row,
-    (".parquet",),
+    (".parquet", TAR),
     (frozenset({"version", "turns"}),),
+)
+
+TABLE = TableReader(
+    "table",
+    "CSV, TSV, JSON lines, Parquet or .tar with question_audio, question_text, answer_audio, answer_text (or columns mapped)",
+    table_row,
+    ENDINGS,
+    tuple(frozenset({field}) for field in TURN),
+)
+
+
+class CommonVoice(RecordReader):
+    """Reads one table of Common Voice, given as the file or as a folder with one table."""
+
+    def recognise(self, path: Path) -> bool:
+        return bool(self._tables(path))
+
+    def records(self, path: Path) -> list[Records]:
+        tables = self._tables(path)
+        if not tables:
+            raise UserError(f"{path} is no .tsv with the columns client_id, path, sentence, and holds none")
+        if len(tables) > 1:
+            names = ", ".join(table.path.name for table in tables)
+            raise UserError(f"{path} holds several tables, which share rows: name one of {names} in it")
+        return tables
+
+    def _tables(self, path: Path) -> list[Records]:
+        files = list_files(path, self.endings, 0) if path.is_dir() else [str(path)]
+        tables = [TableRecords(Path(file)) for file in files if file.endswith(self.endings)]
+        return [table for table in tables if self.fits(dict.fromkeys(table.header))]
+
+
+def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
+    """Make the row of one line; UserError where its recording is missing or broken."""
+    name, said = text(data, "path", needed=True), text(data, "sentence", needed=True)
+    if not name or not said:
+        raise UserError(f"has no {'path' if not name else 'sentence'}: drop the row")
+    clip = name if "/" in name else f"clips/{name}"
+    turn = RowTurn(question_text=said, question_audio=files.sound(clip))
+    speaker, language = text(data, "client_id"), text(data, "locale")
+    return make_row([turn], options, "common-voice", where, id=Path(name).stem, speaker=speaker, language=language)
+
+
+COMMON_VOICE = CommonVoice(
+    "common-voice",
+    "Common Voice: a .tsv with client_id, path, sentence and the folder clips/ beside it",
+    common_voice_row,
+    (".tsv",),
+    (frozenset({"client_id", "path", "sentence"}),),
+)
+
+
+def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
+    """Make the row of one line; UserError where its recording is missing or broken."""
+    name, said = data["id"], data["text"]
+    if not said or Path(name).name != name:
+        raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")
+    folder = files.relative(data["folder"])
+    endings = [ending for ending in SUFFIXES if (Path(data["folder"]) / f"{name}{ending}").is_file()]
+    sound = files.sound(str(Path(folder) / f"{name}{endings[0] if endings else SUFFIXES[0]}"))
+    return make_row([RowTurn(said, sound)], options, "librispeech", where, id=name, speaker=name.split("-")[0])
+
+
+LIBRISPEECH = RecordReader(
+    "librispeech",
+    "LibriSpeech: folders with *.trans.txt and a .flac for each of their lines",
+    librispeech_row,
+    (TRANSCRIPT,),
+    (frozenset({"id", "text"}),),
+    depth=sys.maxsize,
+)
+
+
+class RecordingsReader(RecordReader):
+    """Reads a folder that holds recordings and nothing else, in folders of any depth; a row for each."""
+
+    def recognise(self, path: Path) -> bool:
+        names = (name.lower() for name in list_files(path))
+        return next(names, "").endswith(SUFFIXES) and all(name.endswith(SUFFIXES) for name in names)
+
+    def records(self, path: Path) -> list[Records]:
+        records = SoundFiles(path)
+        if not len(records):
+            raise UserError(f"data folder {path} holds no recording ({', '.join(SUFFIXES[:4])})")
+        return [records]
+
+
+class SoundFiles(Records):
+    """The recordings in a folder, or one recording, as records of `path`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._files = list(list_files(path, SUFFIXES)) if path.is_dir() else [str(path)]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _raw(self, start: int) -> tuple[int, Iterator[Path]]:
+        return start, map(Path, self._files[start:])
+
+    def _record(self, raw: Path) -> Record:
+        return Record(str(raw), {"path": str(raw.absolute())})
+
+
+def recording_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
+    """Make the row of one recording; UserError where it is broken."""
+    name = files.relative(data["path"])
+    return make_row([RowTurn(question_audio=files.sound(name))], options, "recordings", where, id=name)
+
+
+RECORDINGS = RecordingsReader(
+    "recordings",
+    "recordings without texts: a folder of .flac, .wav, .mp3, .m4a or the like and nothing else",
+    recording_row,
+    SUFFIXES,
 )

@@ -25,14 +25,11 @@ from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import find_shards, read_shard
 from train.data.readers.files import Files
 from train.data.readers.records import Record
-from train.data.readers.source import RecordReader, row_of
 from train.data.rows.row import Row, RowTurn, Sound, checked
 from train.data.seeding import shuffled
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from train.data.readers.source import MakeRow
 
 
 EMPTY_EPOCHS = 8
@@ -181,13 +178,9 @@ class StreamSource:
             raise UserError(f"{first.where} {first.error}" if first else f"data {path} has no rows: name others")
         reader = recognise_record(first.data, options, path)
         files = _files(path, options)
-        if isinstance(reader, RecordReader):
-            self._make: MakeRow = reader.maker(files, options)
-            if reader.order and not options.order:
-                items = (row_of(record, self._make) for record in self._all())
-                check_order(itertools.islice(items, ROWS), reader.order, reader.name)
-        else:
-            self._make = reader.maker(files, options, first.data, path)
+        self._make = reader.maker(files, options, first.data.keys, path)
+        if reader.order and not options.order:
+            check_order(itertools.islice(map(self._make, self._all()), ROWS), reader.order, reader.name)
         self.format = reader.name
 
     def _start(self) -> None:
@@ -202,14 +195,14 @@ class StreamSource:
     def row(self, index: int, draw: StreamDraw | None = None) -> Row:
         """Read the row of a draw; row `index` of a single packer where there is none."""
         draw = draw or StreamDraw(0, 1, index)
-        item = row_of(self._stream(draw.packer, draw.packers).record(draw.number), self._make)
+        item = self._make(self._stream(draw.packer, draw.packers).record(draw.number))
         if isinstance(item, Broken):
             raise UserError(f"{item.where}: {item.why}")
         return replace(item, turns=tuple(map(self._turn, item.turns)))
 
     def sample(self, count: int) -> list[Row]:
         """The first rows of the first shard, without those that are broken."""
-        items = (row_of(record, self._make) for record in itertools.islice(read_shard(self.shards[0]), count))
+        items = map(self._make, itertools.islice(read_shard(self.shards[0]), count))
         return [item for item in items if isinstance(item, Row)]
 
     def marks(self, packer: int, packers: int, number: int | None) -> list[list[int]]:

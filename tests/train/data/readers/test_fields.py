@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.train.data.readers.toys import only_broken, write_lines, write_tone
-from train.data.readers import Broken, open_source
+from train.data.readers import Broken, ReaderOptions, open_source
+from train.data.readers.files import Files
 from train.data.readers.records import JsonLines
-from train.data.readers.source import RecordSource
+from train.data.readers.source import RecordSource, RowMapper
 from train.data.rows.row import Row
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -35,7 +36,7 @@ def test_rows_without_what_they_need(tmp_path, name, good, bad, why):
     assert why in broken.why and broken.where == f"{path} line {3 if name.endswith('tsv') else 2}"
 
 
-def _choosy(data, where):
+def _choosy(data, where, files, options):
     if data["n"] == 1:
         raise TypeError("nobody thought\nof \ud83d")
     return Row((), where=where)
@@ -43,7 +44,7 @@ def _choosy(data, where):
 
 def test_an_error_that_nobody_thought_of_is_one_item(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"n": 0}, {"n": 1}, {"n": 2}])
-    found = list(RecordSource("toy", [JsonLines(path)], _choosy))
+    found = list(RecordSource("toy", [JsonLines(path)], RowMapper(_choosy, Files(tmp_path), ReaderOptions())))
     assert found[1] == Broken(f"{path} line 2", r"TypeError: nobody thought of \ud83d")
     assert isinstance(found[0], Row) and isinstance(found[2], Row)
 
