@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +25,11 @@ from omni.audio.io import SAMPLE_RATE
 from omni.audio.mel import log_mel
 from omni.audio.resample import resample
 from omni.checkpoint.tensors import read_torch, read_weights, state_of
-from omni.convert.contract import match, whole_number
+from omni.convert.contract import match, renamed, whole_number
 from omni.convert.lazy import Lazy
 from omni.errors import UserError
 from omni.files import read_json
-from train.scoring.text import by_characters, word_errors
+from train.scoring.text import Normaliser, by_characters, primary, word_errors
 
 WINDOW_POSITIONS = 1500
 """Encoder frames of the 30 s window of Whisper's decoding."""
@@ -103,8 +103,7 @@ class WhisperASR:
         """See `ASR`; Whisper detects the language where it does not know `language`."""
         import whisper
 
-        known = _primary(language)
-        spoken = known if known in whisper.tokenizer.LANGUAGES else None
+        spoken = primary(language) if primary(language) in whisper.tokenizer.LANGUAGES else None
         with torch.inference_mode():
             heard = whisper.transcribe(
                 self.model, resample(audio, sample_rate, SAMPLE_RATE).numpy(), temperature=0.0,
@@ -116,21 +115,16 @@ class WhisperASR:
 
 def error_rate(text: str, heard: str, language: str) -> float:
     """Word error rate (jiwer) of the transcript `heard` against `text`, both normalised; may exceed 1."""
-    normal = _normaliser(_primary(language))
+    normal = _normaliser(primary(language))
     errors, words = word_errors(normal(text).strip(), normal(heard).strip())
     return errors / max(1, words)
 
 
 @lru_cache
-def _normaliser(language: str) -> Any:
+def _normaliser(language: str) -> Normaliser:
     from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
     return EnglishTextNormalizer() if language == "en" else BasicTextNormalizer(split_letters=by_characters(language))
-
-
-def _primary(language: str) -> str:
-    """`en` of `en-US`."""
-    return language.replace("_", "-").split("-")[0].casefold()
 
 
 Stored = tuple[dict[str, int], Mapping[str, Lazy], Callable[[str], str]]
@@ -138,8 +132,6 @@ Stored = tuple[dict[str, int], Mapping[str, Lazy], Callable[[str], str]]
 
 
 def _openai(path: Path) -> Stored:
-    if not path.is_file():
-        raise UserError(f"Whisper {path} does not exist: name OpenAI's .pt file, or a Hugging Face folder")
     data = read_torch(path)
     if not isinstance(data, Mapping) or not {"dims", "model_state_dict"} <= set(data) or not isinstance(data["dims"], Mapping):
         raise UserError(f"{path} is no Whisper of OpenAI's: it must hold dims and model_state_dict")
@@ -151,15 +143,10 @@ def _huggingface(path: Path) -> Stored:
     settings = read_json(path / "config.json")
     if settings.get("model_type") != "whisper":
         raise UserError(f"{path} is no Whisper: its config.json has model_type {settings.get('model_type')!r}")
+    sizes = {name: whole_number(settings, theirs, path / "config.json") for name, theirs in _DIMENSIONS.items()}
     weights = read_weights(path)
     prefix = "model." if any(name.startswith("model.") for name in weights) else ""
-
-    def theirs(name: str) -> str:
-        for ours, other in _RENAMED:
-            name = name.replace(ours, other)
-        return prefix + name
-
-    return {name: whole_number(settings, other, path / "config.json") for name, other in _DIMENSIONS.items()}, weights, theirs
+    return sizes, weights, lambda name: prefix + renamed(name, _RENAMED)
 
 
 class Sphinx:
@@ -181,9 +168,8 @@ class Sphinx:
         except ImportError as error:
             raise UserError('pocketsphinx is not installed; run: pip install "omni-speech[demo]"') from error
         self.name = f"pocketsphinx, up to {longest} of {len(set(words))} words"
-        grammar = "(" + " | ".join(sorted(set(words))) + ")"
-        rule = grammar + f" [{grammar}]" * (longest - 1)
-        grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {rule};\n"
+        word = f"({' | '.join(sorted(set(words)))})"
+        grammar = f"#JSGF V1.0;\ngrammar answers;\npublic <answer> = {word}{f' [{word}]' * (longest - 1)};\n"
         self._decoder = Decoder(lm=None, loglevel="FATAL", samprate=SAMPLE_RATE)
         try:
             self._decoder.add_jsgf_string("answers", grammar)
@@ -193,9 +179,7 @@ class Sphinx:
 
     def transcribe(self, audio: Tensor, sample_rate: int, language: str = "en") -> str:
         """Recognise the words of a recording [S]; empty where the grammar fits nothing."""
-        if sample_rate != SAMPLE_RATE:
-            audio = resample(audio, sample_rate, SAMPLE_RATE)
-        quiet = torch.zeros(4000)
+        audio, quiet = resample(audio, sample_rate, SAMPLE_RATE), torch.zeros(4000)
         audio = torch.cat([quiet, audio / audio.abs().max().clamp_min(1e-3) * 0.7, quiet])
         self._decoder.reinit_feat()
         self._decoder.activate_search("answers")
@@ -236,11 +220,8 @@ def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) 
 
 def describe(audio: Tensor, sample_rate: int) -> Tensor:
     """Compute log-mel frames [T, n_mels] of a recording [S], one every 20 ms, less their mean over time (channel and level)."""
-    if sample_rate != SAMPLE_RATE:
-        audio = resample(audio, sample_rate, SAMPLE_RATE)
-    if audio.numel() < 800:
-        audio = torch.nn.functional.pad(audio, (0, 800 - audio.numel()))
-    mel = log_mel(audio)[:, ::2].T
+    audio = resample(audio, sample_rate, SAMPLE_RATE)
+    mel = log_mel(torch.nn.functional.pad(audio, (0, max(0, 800 - audio.numel()))))[:, ::2].T
     return mel - mel.mean(0)
 
 

@@ -51,9 +51,14 @@ def explain(name: str) -> str:
     return _NORMALISERS[name][1]
 
 
+def primary(language: str) -> str:
+    """`en` of `en-US`."""
+    return language.replace("_", "-").split("-")[0].casefold()
+
+
 def by_characters(language: str) -> bool:
     """True for languages whose errors are counted by characters."""
-    return language.lower().replace("_", "-").split("-")[0] in NO_SPACES
+    return primary(language) in NO_SPACES
 
 
 def text_errors(reference: str, said: str, language: str) -> tuple[str, int, int]:
@@ -65,10 +70,10 @@ def text_errors(reference: str, said: str, language: str) -> tuple[str, int, int
     return "wer", *word_errors(reference, said)
 
 
-_VARIANTS = (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
-
-
-_ALIKE: dict[int, str | None] = {0x2019: "'", 0x02BC: "'", **dict.fromkeys(_VARIANTS)}
+_ALIKE: dict[int, str | None] = {
+    **dict.fromkeys((0x2019, 0x02BC), "'"),
+    **dict.fromkeys((*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)), None),
+}
 """Characters that `normalise` unifies: apostrophes become ', variation selectors, which only choose a glyph, are dropped."""
 
 
@@ -78,22 +83,16 @@ def normalise(text: str) -> str:
     Words consist of letters, digits and their combining marks (Unicode's Mn and Mc: vowel signs, accents, tones). Invisible
     characters (Cf, such as joiners and soft hyphens) are dropped, all others separate words.
     """
-    text = unicodedata.normalize("NFKC", text).casefold().translate(_ALIKE)
-    words = ("".join(itertools.dropwhile(_no_beginning, word)) for word in "".join(map(_compared, text)).split())
-    return " ".join(bare for word in words if (bare := word.rstrip("'")))
-
-
-def _compared(character: str) -> str:
-    """Replace a character by itself, nothing, or a space."""
-    category = unicodedata.category(character)
-    if character.isalnum() or character == "'" or category in ("Mn", "Mc"):
-        return character
-    return "" if category == "Cf" else " "
-
-
-def _no_beginning(character: str) -> bool:
-    """True for characters that no word starts with: an apostrophe, or a combining mark."""
-    return not character.isalnum()
+    out = []
+    for character in unicodedata.normalize("NFKC", text).casefold().translate(_ALIKE):
+        category = unicodedata.category(character)
+        if character.isalnum() or character == "'" or category in ("Mn", "Mc"):
+            out.append(character)
+        elif category != "Cf":
+            out.append(" ")
+    # No word starts with an apostrophe or a combining mark.
+    words = ("".join(itertools.dropwhile(lambda c: not c.isalnum(), word)).rstrip("'") for word in "".join(out).split())
+    return " ".join(filter(None, words))
 
 
 def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from omni.tasks import TASKS, find_task
 from omni.utils.configuration import Share, configuration
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, Measured, digest, measure, text_digest
 from train.data.rows.row import Row, RowTurn, Sound
+from train.scoring.text import primary
 
 Severity = Literal["error", "warning"]
 
@@ -140,7 +141,7 @@ class Bounds:
         """Lowest and highest speech rate of a language, in characters a second."""
         if self.chars_per_second is not None:
             return self.chars_per_second
-        return SPEECH_RATES.get(language.replace("_", "-").split("-")[0].casefold(), OTHER_RATES)
+        return SPEECH_RATES.get(primary(language), OTHER_RATES)
 
 
 @dataclass
