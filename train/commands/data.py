@@ -194,7 +194,7 @@ def run_stats(argv: Sequence[str]) -> int:
 
 def show_stats(collected: Collected) -> None:
     """Prints the tables on standard output."""
-    from train.data.inspect.collect import summary
+    from train.data.inspect.collect import codebook_use, summary
 
     whole = collected.all
     print(
@@ -214,12 +214,12 @@ def show_stats(collected: Collected) -> None:
     rows = [[name, str(of["count"]), *(f"{of[column]:.4g}" for column in COLUMNS)] for name, of in summaries.items()]
     if rows:
         print_table("lengths; spaces are no characters", ("", "count", *COLUMNS.values()), rows)
-    for codec in collected.codes:
+    for codec, streams in collected.codes.items():
         cells = []
-        for i, use in enumerate(collected.use(codec)):
-            most, first = math.log2(max(1, len(use.counts))), float(use.shares[0]) if len(use.shares) else 0
-            figures = f"{100 * use.used:.1f}", f"{use.entropy:.2f}", f"{most:.2f}", f"{100 * first:.1f}"
-            cells.append([f"audio{i}", str(len(use.counts)), *figures])
+        for i, (counts, use) in enumerate(zip(streams, map(codebook_use, streams), strict=True)):
+            most, first = math.log2(max(1, use["codes"])), counts.max(initial=0) / max(1, use["frames"])
+            figures = f"{100 * use['used']:.1f}", f"{use['entropy']:.2f}", f"{most:.2f}", f"{100 * first:.1f}"
+            cells.append([f"audio{i}", str(use["codes"]), *figures])
         print_table(f"codes of {codec}", ("stream", "codes", "used %", "entropy, bits", "at most", "most frequent %"), cells)
 
 

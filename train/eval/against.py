@@ -1,20 +1,9 @@
 """Sets a model beside another: one of the same layout, such as the original in full precision of one in int8, or the one before
-its speech training.
+its speech training. The figures are those of `measures`.
 
 Both answer all questions, so that every figure has a paired difference; for some questions the logits are compared too, column
-by column along the other's own greedy answer:
-
-    kl            nats from the other's distribution to this model's, summed over the streams, per time step of the answer
-    agreement     share of the answers' tokens (of all streams, ends included) at which the likeliest id is the same
-    same_answer   share of the answers that are the same, token for token, when each model follows its own
-    steps         time steps per second without the codec, one question at a time, both models in turn
-
-What was forgotten is measured on the questions' texts, asked in writing (T1T2):
-
-    text_exact_match        the greedy answer equals the reference, normalised
-    text_perplexity         per token of the reference answer and its end, asked as T1T2 asks
-    text_perplexity_plain   per token of the reference answer after the question and a newline, with no id that a language
-                            model does not have, so that a model that has never seen our prompts can be compared
+by column along the other's own greedy answer. What was forgotten is measured on the questions' texts, asked in writing (T1T2),
+and as plain text with no id that a language model does not have, for a model that has never seen our prompts.
 
 Dimensions: B rows, K streams, C or T columns, N supervised columns of a stream, W width, V vocabulary.
 """

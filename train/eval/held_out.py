@@ -1,10 +1,5 @@
-"""Evaluates a model by free-running generation: asks held-out questions, and compares the answers with their references.
-
-    exact_match     share of the written answers that equal the reference (`normalise`d)
-    wer             word errors over words of the reference, all answers together (jiwer)
-    code_accuracy   share of the codes that equal the reference's, frame by frame up to the shorter of the two; an answer
-                    without frames counts as all wrong
-    ended           share of the answers that the model ended itself
+"""Evaluates a model by free-running generation: asks held-out questions, and compares the answers with their references. The
+figures are those of `measures`; an answer without frames counts as all wrong codes.
 
 Dimensions: A audio streams, F frames, S samples.
 """
@@ -136,9 +131,7 @@ def evaluate(
         system=[item.system for item in items],
     )
     judged = tuple(Judged(item, answer, scores_of(item, answer)) for item, answer in zip(items, answers, strict=True))
-    figures = summarise(judged)
-    for group in (lambda j: j.item.part, lambda j: j.item.task):
-        figures.update(_by(group, judged))
+    figures = summarise(judged) | _by(lambda j: j.item.part, judged) | _by(lambda j: j.item.task, judged)
     return HeldOutReport(figures, judged)
 
 
@@ -172,44 +165,31 @@ def _by(group: Callable[[Judged], str], judged: Sequence[Judged]) -> dict[str, f
     out: dict[str, float] = {}
     for name in names if 1 < len(names) <= GROUPS else []:
         figures = summarise([j for j in judged if group(j) == name])
-        for key in ("exact_match", "code_accuracy"):
-            if key in figures:
-                out[f"{key}/{name}"] = figures[key]
-                break
+        for key in [key for key in ("exact_match", "code_accuracy") if key in figures][:1]:
+            out[f"{key}/{name}"] = figures[key]
     return out
 
 
 def write_answers(report: HeldOutReport, file: Path) -> None:
     """Writes one JSON line per question: what was asked, expected and answered."""
+    lines = []
+    for judged in report.judged:
+        item, answer, accuracy = judged.item, judged.answer, summarise([judged]).get("code_accuracy")
+        asked = {"task": item.task, "kind": item.part, "question": item.question_text, "reference": item.text}
+        record = {**asked, "answer": answer.text, "exact": judged.exact, "code_accuracy": accuracy, "ended": answer.ended}
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     file.parent.mkdir(parents=True, exist_ok=True)
-    lines = [
-        json.dumps(
-            {
-                "task": j.item.task,
-                "kind": j.item.part,
-                "question": j.item.question_text,
-                "reference": j.item.text,
-                "answer": j.answer.text,
-                "exact": j.exact,
-                "code_accuracy": summarise([j]).get("code_accuracy"),
-                "ended": j.answer.ended,
-            },
-            ensure_ascii=False,
-        )
-        for j in report.judged
-    ]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file.write_text("".join(lines), encoding="utf-8")
 
 
 def spoken(report: HeldOutReport, codec: AudioCodec) -> tuple[Judged, Tensor] | None:
     """A spoken answer, if any, and its sound [S]; preferably the first with the right text to a spoken question."""
     import torch
-    from torch import Tensor
 
     heard = [j for j in report.judged if j.answer.codes is not None and j.answer.codes.shape[1] > 0]
     if not heard:
         return None
-    chosen = next((j for j in heard if j.exact and isinstance(j.item.question, Tensor)), heard[0])
+    chosen = next((j for j in heard if j.exact and not isinstance(j.item.question, str)), heard[0])
     assert chosen.answer.codes is not None
     with torch.no_grad():
         return chosen, codec.decode(chosen.answer.codes)

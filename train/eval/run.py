@@ -41,18 +41,11 @@ def evaluate(
         from train.eval import against, answers, report
         from train.scoring.asr import open_asr
 
-    lm = SpeechLM.from_pretrained(
-        model,
-        config.device,
-        config.dtype,
-        quantize=config.quantize,
-        codec_folder=config.codec_folder,
-        kernels="reference",
-        chunk_ms=config.chunk_ms,
-    )
-    other = None
+    loading: dict[str, Any] = {"device": config.device, "codec_folder": config.codec_folder, "kernels": "reference"}
+    own: dict[str, Any] = {"dtype": config.dtype, "quantize": config.quantize, "chunk_ms": config.chunk_ms}
+    lm, other = SpeechLM.from_pretrained(model, **loading, **own), None
     if config.against is not None:
-        other = SpeechLM.from_pretrained(config.against, config.device, codec_folder=config.codec_folder, kernels="reference")
+        other = SpeechLM.from_pretrained(config.against, **loading)
         against.check_alike(lm, other, Path(config.against))
     task = choose_task(questions, lm) if config.task is None else find_task(config.task)
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)

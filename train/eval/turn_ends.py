@@ -83,14 +83,12 @@ class TurnFigures:
 
 def decided(listener: TurnListener, question: PausedQuestion, probabilities: Tensor, rule: EndRule) -> tuple[bool, float]:
     """Whether a question was cut off, and the seconds from the end of its speech to the decision."""
-    config, rate = listener.encoder.config, listener.frames_per_second
-    chunk = (config.chunk_samples or len(question.sound)) / SAMPLE_RATE
-    at = (ended(probabilities, rule).nonzero().flatten().double() + 1) / rate  # seconds at which such frames end
-    early = at[at < question.end]
-    late = at[at >= question.end]
     length = len(question.sound) / SAMPLE_RATE
+    chunk = listener.encoder.config.chunk_samples / SAMPLE_RATE if listener.encoder.config.chunk_samples else length
+    ends = (ended(probabilities, rule).nonzero().flatten().double() + 1) / listener.frames_per_second  # of deciding frames
+    late = ends[ends >= question.end]
     known = min(math.ceil(float(late[0]) / chunk - 1e-9) * chunk, length) if len(late) else length
-    return bool(len(early)), known - question.end
+    return len(late) < len(ends), known - question.end
 
 
 def figures_of(
@@ -123,24 +121,17 @@ def evaluate_turn_ends(listener: TurnListener, questions: Sequence[PausedQuestio
         "eagerness": {name: {kind: asdict(figures) for kind, figures in own.items()} for name, own in by_rule.items()},
         "curve": {str(t): {kind: asdict(figures) for kind, figures in own.items()} for t, own in curve.items()},
     }
-    table = turn_end_table(by_rule)
+    head = ["eagerness", "questions where", "number", "delay p50", "delay p95", "cut off", "missed"]
+    rows = []
+    for name, own in by_rule.items():
+        for kind, f in own.items():
+            delays, shares = [f"{1000 * delay:.0f} ms" for delay in (f.p50, f.p95)], [f"{f.cut_off:.1%}", f"{f.missed:.1%}"]
+            rows.append([name, KINDS[kind], str(f.questions), *delays, *shares])
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / JSON, report)
-    write_whole(out / TABLE, markdown_table(*table) + "\n")
+    write_whole(out / TABLE, markdown_table(head, rows) + "\n")
     draw_turn_ends(curve, out / PICTURE)
-    return report | {"table": table}
-
-
-def turn_end_table(by_rule: dict[str, dict[str, TurnFigures]]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of a table: a row for each eagerness and kind of question."""
-    head = ["eagerness", "questions where", "number", "delay p50", "delay p95", "cut off", "missed"]
-    rows = [
-        [name, KINDS[kind], str(figures.questions), f"{figures.p50 * 1000:.0f} ms", f"{figures.p95 * 1000:.0f} ms",
-         f"{figures.cut_off:.1%}", f"{figures.missed:.1%}"]
-        for name, own in by_rule.items()
-        for kind, figures in own.items()
-    ]  # fmt: skip
-    return head, rows
+    return report | {"table": (head, rows)}
 
 
 def draw_turn_ends(curve: dict[float, dict[str, TurnFigures]], file: Path) -> Path:

@@ -366,10 +366,10 @@ def _evaluation(model: Path, folder: Path) -> str:
     if report.get("model_hash") != model_hash(model):
         of = f"{report.get('model')!r:.200}"
         raise UserError(f"--report {folder} is of another model ({of}): evaluate {model}, or leave the report out")
-    figures = {
-        name: Figure(**{key: math.nan if value is None else value for key, value in values.items()})
-        for name, values in report["figures"].items()
-    }
+    figures = {}
+    for name, values in report["figures"].items():
+        numbers: Any = {key: math.nan if value is None else value for key, value in values.items()}
+        figures[name] = Figure(**numbers)
     columns, rows = figure_table(figures)
     ear = f", heard by {_name(report['ear'])}" if report.get("ear") else ""
     text = f"{counted(report['answered'], 'question')} of `{_name(report['data'])}`, asked as {report['task']}{ear}."

@@ -144,29 +144,24 @@ class Bounds:
         return SPEECH_RATES.get(primary(language), OTHER_RATES)
 
 
+DIGESTS = ("audio", "texts", "pairs", "said", "whole")
+"""Keys of `Checked.digests`."""
+
+
 @dataclass
 class Checked:
     """Results of the checks of a row.
 
     Attributes:
-        audio, texts: digests of the questions' recordings, and of the questions' words.
-        pairs: digests of each question and answer in words, where both are there.
-        said: the same digests, with the speaker where the question is a recording, or else with that recording.
-        whole: digest of all texts, sounds and codes; None where a part of it cannot be read.
+        problems: kinds and texts of findings.
+        digests: by name, digests of the questions' recordings (`audio`) and words (`texts`), of each question and answer in
+            words where both are there (`pairs`), also with the speaker where the question is a recording, or else with that
+            recording (`said`), and of all texts, sounds and codes, where all can be read (`whole`).
     """
 
+    turns: list[CheckedTurn]
     problems: list[tuple[str, str]] = field(default_factory=list)
-    audio: list[int] = field(default_factory=list)
-    texts: list[int] = field(default_factory=list)
-    pairs: list[int] = field(default_factory=list)
-    said: list[int] = field(default_factory=list)
-    whole: int | None = None
-    turns: list[CheckedTurn] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of sound that were measured."""
-        return sum(sound.seconds for turn in self.turns for sound in (turn.question, turn.answer) if sound is not None)
+    digests: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in DIGESTS})
 
 
 def characters(text: str) -> int:
@@ -176,27 +171,20 @@ def characters(text: str) -> int:
 
 def check_row(row: Row, bounds: Bounds, codecs: Codecs) -> Checked:
     """Run all checks of a single row."""
-    checked, parts, readable = Checked(), [row.language.encode()], True
+    checked = Checked([CheckedTurn(row, turn, bounds, codecs) for turn in row.turns])
     if row.task and row.task not in TASKS:
         try:
             find_task(row.task)
         except UserError as error:
             checked.problems.append(("unknown_task", str(error)))
-    for number, turn in enumerate(row.turns):
-        checked_turn = CheckedTurn(row, turn, bounds, codecs)
+    for number, turn in enumerate(checked.turns):
         prefix = f"turn {number}: " if len(row.turns) > 1 else ""
-        checked.problems += [(kind, prefix + text) for kind, text in checked_turn.problems()]
-        checked.turns.append(checked_turn)
-        if checked_turn.question is not None:
-            checked.audio.append(checked_turn.question.digest)
-        if turn.question_text.strip():
-            checked.texts.append(text_digest(turn.question_text))
-            if turn.answer_text.strip():
-                checked.pairs.append(text_digest(turn.question_text, turn.answer_text))
-                checked.said.append(digest(checked.pairs[-1].to_bytes(8, "little"), checked_turn.who()))
-        readable &= not checked_turn.broken
-        parts += checked_turn.parts()
-    checked.whole = digest(*parts) if readable else None
+        checked.problems += [(kind, prefix + text) for kind, text in turn.problems()]
+        for name, value in turn.digests():
+            checked.digests[name].append(value)
+    if not any(turn.broken for turn in checked.turns):
+        whole = digest(row.language.encode(), *(part for turn in checked.turns for part in turn.parts()))
+        checked.digests["whole"].append(whole)
     return checked
 
 
@@ -220,13 +208,21 @@ class CheckedTurn:
             self.broken.append((error.kind, f"{name}: {error}"))
             return None
 
-    def who(self) -> bytes:
-        """Speaker as part of a digest: the same words by several speakers are usual in speech data, and no duplicates. Where no
-        speaker is named, the recording stands for it, so that each counts as another speaker; empty without one."""
-        sound = self.question or self.answer
-        if sound is None:
-            return b""
-        return self.row.speaker.encode() if self.question and self.row.speaker else sound.digest.to_bytes(8, "little")
+    def digests(self) -> Iterator[tuple[str, int]]:
+        """Iterate over names and values of `Checked.digests`: the same words by several speakers are usual in speech data, and
+        no duplicates. Where no speaker is named, the recording stands for it, so that each counts as another speaker."""
+        question, answer = self.turn.question_text, self.turn.answer_text
+        if self.question is not None:
+            yield "audio", self.question.digest
+        if question.strip():
+            yield "texts", text_digest(question)
+            if answer.strip():
+                pair, sound = text_digest(question, answer), self.question or self.answer
+                who = b"" if sound is None else sound.digest.to_bytes(8, "little")
+                if self.question is not None and self.row.speaker:
+                    who = self.row.speaker.encode()
+                yield "pairs", pair
+                yield "said", digest(pair.to_bytes(8, "little"), who)
 
     def parts(self) -> list[bytes]:
         """All parts of the turn as bytes, for a digest."""
@@ -286,16 +282,16 @@ class CheckedTurn:
         """Find the first word whose times are wrong; ends may be rounded, by `WORD_GRACE` at most."""
         lengths = {"user": self.question.seconds if self.question else None, "model": self.spoken}
         for number, (text, start, end, who) in enumerate(self.turn.words):
+            last, why = lengths.get(who), ""
             if who not in lengths:
-                yield "word_times", f"word {number}, {text!r}, is said by {who!r}; there are user and model"
-                return
-            if start is None or end is None:  # stored as null
-                yield "word_times", f"word {number}, {text!r}, has no {'start' if start is None else 'end'}"
-                return
-            last = lengths[who]
-            if not 0 <= start <= end or (last is not None and end > last + WORD_GRACE):
-                span = f"from {start:.2f} to {end:.2f} s" + ("" if last is None else f" of the {last:.2f} s")
-                yield "word_times", f"word {number}, {text!r}, is said {span} of the {who}'s sound"
+                why = f"is said by {who!r}; there are user and model"
+            elif start is None or end is None:  # stored as null
+                why = f"has no {'start' if start is None else 'end'}"
+            elif not 0 <= start <= end or (last is not None and end > last + WORD_GRACE):
+                whole = "" if last is None else f" of the {last:.2f} s"
+                why = f"is said from {start:.2f} to {end:.2f} s{whole} of the {who}'s sound"
+            if why:
+                yield "word_times", f"word {number}, {text!r}, {why}"
                 return
 
     def _texts(self) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from omni.tasks import Task, Turn, system_message
 from omni.utils.charts import GRID, INK, drawn
 from train.data.batching.examples import turn_columns
 from train.data.inspect.checks import characters
-from train.data.inspect.measures import BadCodes, BadSound, Codecs, head, text_digest
+from train.data.inspect.measures import BadCodes, BadSound, Codecs, sound_errors, text_digest
 from train.data.inspect.scan import Target
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 
@@ -99,27 +99,17 @@ class Group:
             setattr(self, name, getattr(self, name) + value)
 
 
-@dataclass
-class StreamUse:
-    """Usage of a stream's codebook, from the number of times each code occurs: `counts` [codes]."""
+def code_shares(counts: np.ndarray) -> np.ndarray:
+    """Shares of the codes that occur, largest first, of the number of times that each occurs: `counts` [codes] of a stream."""
+    used = np.sort(counts[counts > 0])[::-1]
+    return used / max(1, used.sum())
 
-    counts: np.ndarray
 
-    @property
-    def shares(self) -> np.ndarray:
-        """Shares of the codes that occur, largest first."""
-        used = np.sort(self.counts[self.counts > 0])[::-1]
-        return used / max(1, used.sum())
-
-    @property
-    def entropy(self) -> float:
-        """Entropy of the codes in bits: -sum p log2 p, at most log2 of the number of codes."""
-        return float(-(self.shares * np.log2(self.shares)).sum()) + 0.0
-
-    @property
-    def used(self) -> float:
-        """Share of the codebook's codes that occur."""
-        return float((self.counts > 0).mean())
+def codebook_use(counts: np.ndarray) -> dict[str, Any]:
+    """Number of a stream's codes, share of those that occur, their entropy in bits (-sum p log2 p), and frames."""
+    shares = code_shares(counts)
+    entropy = float(-(shares * np.log2(shares)).sum()) + 0.0
+    return {"codes": len(counts), "used": float((counts > 0).mean()), "entropy": entropy, "frames": int(counts.sum())}
 
 
 @dataclass
@@ -179,10 +169,6 @@ class Collected:
             more[: len(fewer)] += fewer
             counts[stream] = more
 
-    def use(self, codec: str) -> list[StreamUse]:
-        """Codebook usage of each of a codec's streams."""
-        return [StreamUse(counts) for counts in self.codes[codec]]
-
 
 class Collector:
     """Collects statistics of rows, reading only the headers of their recordings.
@@ -223,7 +209,8 @@ class Collector:
         if sound is None:
             return None
         try:
-            return head(sound).seconds
+            with sound_errors():
+                return sound.info().seconds
         except BadSound as error:
             self.done.noted[f"recordings not counted: {error.kind.replace('_', ' ')}"] += 1
             return None
@@ -320,7 +307,7 @@ def draw_all(collected: Collected, folder: Path, context: int = 0) -> list[Path]
         samples = {measure: np.array(collected.samples[measure]) for measure in measures if measure in collected.samples}
         if samples:
             files.append(_histograms(folder / name, samples, x, y, context if measures is columns else 0))
-    return files + [_codes(folder / f"codes-{codec}.png", codec, collected.use(codec)) for codec in collected.codes]
+    return files + [_codes(folder / f"codes-{codec}.png", codec, counts) for codec, counts in collected.codes.items()]
 
 
 def _histograms(file: Path, samples: dict[str, np.ndarray], x: str, y: str, limit: int) -> Path:
@@ -351,20 +338,21 @@ def _edges(samples: Sequence[np.ndarray]) -> np.ndarray:
     return np.arange(0, math.ceil((top + 1) / step) + 1) * step - 0.5
 
 
-def _codes(file: Path, codec: str, streams: Sequence[StreamUse]) -> Path:
+def _codes(file: Path, codec: str, streams: Sequence[np.ndarray]) -> Path:
     """Draw the frequencies of each stream's codes, and their entropy."""
     with drawn(file, 1, 2, (10, 3.8)) as axes:
         left, right = axes[0]
-        for i, use in enumerate(streams):
-            if len(use.shares):
+        for i, shares in enumerate(map(code_shares, streams)):
+            if len(shares):
                 label = f"audio{i}" if len(streams) <= 16 else None
-                left.plot(np.arange(1, len(use.shares) + 1), use.shares, color=f"C{i}", label=label)
+                left.plot(np.arange(1, len(shares) + 1), shares, color=f"C{i}", label=label)
         left.set(xscale="log", yscale="log", xlabel="code, by frequency", ylabel="share of the frames")
         left.set_title(f"{codec}: how often each code occurs")
         places = np.arange(len(streams))
-        most = [math.log2(max(2, len(use.counts))) for use in streams]
+        most = [math.log2(max(2, len(counts))) for counts in streams]
         right.bar(places, most, color=GRID, label="at most (log2 of the codebook)")
-        right.bar(places, [use.entropy for use in streams], color=[f"C{i}" for i in places], width=0.6)
+        entropies = [codebook_use(counts)["entropy"] for counts in streams]
+        right.bar(places, entropies, color=[f"C{i}" for i in places], width=0.6)
         right.set_xticks(places, [str(i) for i in places])
         right.set(xlabel="audio stream", ylabel="bits", ylim=(0, max(most) * 1.2))
         right.set_title("entropy of a code")

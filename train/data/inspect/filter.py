@@ -22,7 +22,7 @@ from omni.utils.configuration import read_yaml, validate
 from train.console.progress import Display, Progress, percent
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row
-from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, stored_bytes
+from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, sound_errors
 from train.data.inspect.scan import FoundRow, Scan, over
 from train.data.prepare.config import BLOCK
 from train.data.prepare.prepare import occupied, place_for
@@ -215,8 +215,8 @@ class RowFilter:
         reasons += broken_rules(self.rules, item.row, checked)
         heard = [] if reasons else self.heard(item.row)
         reasons = reasons or ([] if heard else _embed(item, item.row))
-        whole = [] if checked.whole is None else [checked.whole]
-        digests = {"row": whole, "question_audio": checked.audio, "text": checked.pairs}
+        names = {"row": "whole", "question_audio": "audio", "text": "pairs"}
+        digests = {rule: checked.digests[name] for rule, name in names.items()}
         asked = sum(turn.question.seconds for turn in checked.turns if turn.question)
         spoken = sum(turn.spoken or 0.0 for turn in checked.turns)
         tally = PrepareTally(rows=1, turns=len(checked.turns), question_seconds=asked, answer_seconds=spoken)
@@ -384,7 +384,8 @@ def _embed(item: FoundRow, row: Row) -> list[Reason]:
             for name in ("question_audio", "answer_audio"):
                 sound = getattr(turn, name)
                 if sound is not None and not sound.data and sound.reference is None:
-                    stored[name] = {"bytes": stored_bytes(sound), "path": None}
+                    with sound_errors():
+                        stored[name] = {"bytes": sound.file().read_bytes(), "path": None}
     except BadSound as error:
         return [(error.kind, str(error))]
     return []

@@ -12,7 +12,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.audio.io import AudioInfo
 from omni.codec.registry import CODECS, code_orders, load_codec
 from omni.errors import UserError
 from omni.stores.tries import StoreError
@@ -70,25 +69,13 @@ def measure(sound: Sound) -> Measured:
 
 def load(sound: Sound, sample_rate: int = 0) -> tuple[Tensor, int]:
     """Load samples [S] and their rate: `sample_rate`, or the recording's own for 0; `BadSound` where it cannot be read."""
-    with _unfit():
+    with sound_errors():
         rate = sample_rate or sound.info().sample_rate
         return sound.load(rate), rate
 
 
-def head(sound: Sound) -> AudioInfo:
-    """Read the recording's header, without decoding the sound; `BadSound` where it cannot be read."""
-    with _unfit():
-        return sound.info()
-
-
-def stored_bytes(sound: Sound) -> bytes:
-    """Read the recording's file as bytes; `BadSound` where a reference does not resolve."""
-    with _unfit():
-        return sound.data or sound.file().read_bytes()
-
-
 @contextmanager
-def _unfit() -> Iterator[None]:
+def sound_errors() -> Iterator[None]:
     """A context in which errors of a recording are `BadSound`; a store that cannot be read is none of these."""
     try:
         yield

@@ -70,7 +70,7 @@ def row_counts(scan: Scan, codecs: Codecs, target: Target | None, tasks: tuple[T
 
 def plain(collected: Collected, data: Path) -> dict[str, Any]:
     """Convert the statistics to plain data, for a report."""
-    from train.data.inspect.collect import summary
+    from train.data.inspect.collect import codebook_use, summary
 
     return {
         "data": spelled(data),
@@ -81,11 +81,5 @@ def plain(collected: Collected, data: Path) -> dict[str, Any]:
         },
         "texts": {side: counts.plain() for side, counts in collected.texts.items()},
         "lengths": {name: summary(values) for name, values in sorted(collected.samples.items())},
-        "codes": {
-            codec: [
-                {"codes": len(use.counts), "used": use.used, "entropy": use.entropy, "frames": int(use.counts.sum())}
-                for use in collected.use(codec)
-            ]
-            for codec in collected.codes
-        },
+        "codes": {codec: [codebook_use(counts) for counts in streams] for codec, streams in collected.codes.items()},
     }

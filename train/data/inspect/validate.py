@@ -14,7 +14,7 @@ from omni.errors import UserError
 from omni.utils.remote import spelled
 from train.console.progress import Display, Progress
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Findings, check_row
+from train.data.inspect.checks import DIGESTS, MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Findings, check_row
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
 from train.data.inspect.scan import FoundRow, Scan, over
 from train.data.prepare.shards import REPORT, checksum
@@ -57,15 +57,12 @@ class Summary:
     prepared: dict[str, Any] = field(default_factory=dict)
 
 
-DIGESTS = ("audio", "texts", "said", "whole")
-
-
 @dataclass
 class Seen:
     """Counts of the rows that were read, and what tells duplicates among them and with other data.
 
     Attributes:
-        digests: by name, digests and their rows, see `repeats`.
+        digests: by name (`Checked.digests`), digests and their rows, see `repeats`.
         speakers: the first row of each.
     """
 
@@ -74,9 +71,8 @@ class Seen:
     rows: int = 0
     seconds: float = 0.0
 
-    def add(self, item: FoundRow, name: str, *digests: int) -> None:
-        for digest in digests:
-            self.digests[name].extend((digest, item.index))
+    def add(self, item: FoundRow, name: str, digest: int) -> None:
+        self.digests[name].extend((digest, item.index))
 
     def merge(self, other: Seen) -> None:
         """Add later rows."""
@@ -131,7 +127,10 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
 
     def check(rows: range) -> tuple[Noted, Seen]:
         part, seen = scan.part(rows), Seen()
-        noted: Noted = check_sums(part, sums)
+        noted: Noted = []
+        for file in (scan.files[number] for number in part.numbers() if part.begins(number)):
+            if file.name in sums and checksum(file) != sums[file.name]:
+                noted.append(("changed_file", str(file), f"its CRC-32 is not that in {REPORT}: copy or prepare it again", 1))
         for item in part:
             if item.plain is None:
                 whole = item.where in {str(file) for file in scan.files}
@@ -141,24 +140,17 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
             else:
                 checked = check_row(item.row, bounds, codecs)
                 noted += [(kind, item.where, text, 1) for kind, text in checked.problems]
-                for name, digests in (("audio", checked.audio), ("texts", checked.texts), ("said", checked.said)):
-                    seen.add(item, name, *digests)
-                if checked.whole is not None:
-                    seen.add(item, "whole", checked.whole)
+                for name, digests in checked.digests.items():
+                    for digest in digests:
+                        seen.add(item, name, digest)
                 seen.rows += 1
-                seen.seconds += checked.seconds
+                sounds = [sound for turn in checked.turns for sound in (turn.question, turn.answer) if sound is not None]
+                seen.seconds += sum(sound.seconds for sound in sounds)
                 if item.row.speaker:
                     seen.speakers.setdefault(item.row.speaker, item.index)
         return noted, seen
 
     return check
-
-
-def check_sums(scan: Scan, known: dict[str, int]) -> Noted:
-    """Compare the checksums of the files that begin in a part with those in the report."""
-    files = [scan.files[number] for number in scan.numbers() if scan.begins(number)]
-    changed = [file for file in files if file.name in known and checksum(file) != known[file.name]]
-    return [("changed_file", str(file), f"its CRC-32 is not that in {REPORT}: copy or prepare it again", 1) for file in changed]
 
 
 def find_duplicates(scan: Scan, seen: Seen, findings: Findings) -> None:

@@ -16,7 +16,7 @@ from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row, spoilt, stored, wav
 from train.commands.data import run_validate as main
 from train.data.inspect.checks import KINDS, Bounds, Findings
-from train.data.inspect.measures import BadSound, Codecs, clipped_share, head, load, measure, silence_share, stored_bytes
+from train.data.inspect.measures import BadSound, Codecs, clipped_share, load, measure, silence_share, sound_errors
 from train.data.inspect.scan import Scan
 from train.data.inspect.validate import validate
 from train.data.readers.codes import codes_kinds
@@ -98,8 +98,8 @@ def test_bad_parts_are_found_each_in_its_row(tmp_path: Path) -> None:
 def test_a_recording_that_cannot_be_had_is_told_in_every_way(tmp_path: Path) -> None:
     (tmp_path / "ring").symlink_to(tmp_path / "ring")
     for name in ("a\0b", "a" * 5000, "ring", "none.wav", ""):
-        for read in (load, head, stored_bytes):
-            with pytest.raises(BadSound) as error:
+        for read in (load, Sound.info, Sound.file):
+            with pytest.raises(BadSound) as error, sound_errors():
                 read(Sound(path=name, folder=tmp_path))
             assert error.value.kind == "missing_reference" and len(str(error.value)) < 400
 
