@@ -32,7 +32,7 @@ from omni.engine.batch import EngineBatch
 from omni.engine.intake import Intake, encode, unheard
 from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.sound import SoundThread
-from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts, check_measuring, powers_to
+from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts, powers_to
 from omni.engine.stepping import Requests, SteppingThread, Watermarks
 from omni.errors import BusyError, UserError
 from omni.generate.feature_stream import FeatureStream
@@ -188,14 +188,13 @@ class Engine:
         if running.when_full == "wait" and self.queue is None:
             return
         before = [*self._intake.waiting, *self._requests.asked]
-        verdict = self._intake.verdict(running, before)
-        if verdict.fits:
+        if not (why := self._intake.refusal(running, before)):
             return
-        waiting = sum(not self._intake.verdict(other, before[:n]).fits for n, other in enumerate(before))
+        waiting = sum(bool(self._intake.refusal(other, before[:n])) for n, other in enumerate(before))
         if running.when_full == "refuse":
-            raise BusyError(f"there is no room for another listener: {verdict.why}; ask again later", waiting)
+            raise BusyError(f"there is no room for another listener: {why}; ask again later", waiting)
         if self.queue is not None and waiting >= self.queue:
-            raise BusyError(f"the queue is full ({waiting} of {self.queue} wait): {verdict.why}; ask again later", waiting)
+            raise BusyError(f"the queue is full ({waiting} of {self.queue} wait): {why}; ask again later", waiting)
 
     def place(self, running: Running) -> int:
         """Place of a question among those that wait, from 1; 0 for one that does not."""
@@ -246,10 +245,11 @@ class Engine:
 
         To be called before the first session: takes about a second for a small model, and captures a GPU's steps. `rows`:
         numbers of rows; by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays.
-        UserError: a session is open, the engine is closed, or it has fewer rows."""
+        UserError: a session is open, or the engine is closed."""
         self.check()
         with self._requests.lock:  # nobody asks meanwhile
-            check_measuring(rows, self.fixed, len(self._requests.seats))
+            if open_sessions := len(self._requests.seats):  # whose rows would be written
+                raise UserError(f"{open_sessions} sessions are open; measure before the first, or close them")
             return self._known.measure(self._batch.to_measure(), rows or powers_to(self.fixed or MOST), whole=rows is not None)
 
     def clear_stats(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -153,22 +153,23 @@ class Intake:
 
     # --- who is let in ------------------------------------------------------------------------------------------------
 
-    def verdict(self, running: Running, before: Sequence[Running] = ()) -> Verdict:
-        """Whether a live listener's answer fits beside the others, and those that wait before it; from any thread."""
+    def refusal(self, running: Running, before: Sequence[Running] = ()) -> str:
+        """What speaks against a live listener's answer beside the others, and those that wait before it, "" where nothing does;
+        from any thread."""
         if running.codec is None or not running.task.audio:
-            return Verdict(True)
+            return ""
         live = sum(other.pace == "live" for other in [*self._batch.answers, *self.coming]) + sum(other.live for other in before)
         if (fixed := self._batch.fixed) is not None:
             taken = sum(seat is not None and seat.busy for seat in list(self._batch.slots.holders))
             if taken + sum(1 + (other.fork is not None) for other in (*before, running)) > fixed:
-                return Verdict(False, f"the {fixed} slots are taken")
+                return f"the {fixed} slots are taken"
         return admit(self._recorder, live, 1 / running.codec.frame_rate)
 
     def place(self) -> None:
         """Give waiting questions their slots, in their order."""
         while self.waiting:
             first = self.waiting[0]
-            if (first.pace == "live" and not self.verdict(first).fits) or not self._batch.room(self.waiting):
+            if (first.pace == "live" and self.refusal(first)) or not self._batch.room(self.waiting):
                 break
             self._batch.place(first)
             self.placed.append(self.waiting.popleft())
@@ -283,37 +284,23 @@ def _mean(before: float, start: float, count: int = 1) -> float:
     return 0.5 * before + 0.5 * (time.perf_counter() - start) / count
 
 
-RECENT = 512
-"""Newest chunks whose lateness counts."""
-
-FEW = 32
-"""Chunks before which their lateness says nothing."""
-
 SHARE = 0.9
 """Part of a frame's time that steps may take; the rest is for questions that come in."""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Attributes: fits: whether one more does; why: what speaks against it, "" where nothing does."""
-
-    fits: bool
-    why: str = ""
-
-
-def admit(recorder: Recorder, live: int, frame: float) -> Verdict:
-    """Judge one more live answer.
+def admit(recorder: Recorder, live: int, frame: float) -> str:
+    """What speaks against one more live answer, "" where nothing does.
 
     Args:
         live: answers that somebody hears at present.
         frame: seconds of a frame of sound.
     """
     if not live:
-        return Verdict(True)
+        return ""
     step, each = recorder.step_seconds(live + 1)
     if step > SHARE * frame:
-        return Verdict(False, f"a step of {live + 1} rows takes {1e3 * step:.0f} ms, a frame plays {1e3 * frame:.0f} ms")
-    measured = recorder.late(RECENT, FEW)
+        return f"a step of {live + 1} rows takes {1e3 * step:.0f} ms, a frame plays {1e3 * frame:.0f} ms"
+    measured = recorder.late()
     if measured is not None and (late := measured + each) >= 0:
-        return Verdict(False, f"1 % of the sound of {live} listeners is {1e3 * late:.0f} ms late or more with one more")
-    return Verdict(True)
+        return f"1 % of the sound of {live} listeners is {1e3 * late:.0f} ms late or more with one more"
+    return ""

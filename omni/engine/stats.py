@@ -17,11 +17,11 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ from omni.utils.hardware import machine
 
 LOG = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 STEPS = 8
 """Steps of each number of rows, after two that are not counted."""
 
@@ -49,17 +51,6 @@ MOST = 64
 
 LENGTH = 512
 """Positions of a row for measurements, where an engine has no length of its own."""
-
-
-class MeasuredOf(NamedTuple):
-    """Key of a measurement: device and its threads, number format, form of products, model's and codec's shape."""
-
-    device: str
-    threads: int
-    dtype: str
-    kernels: str
-    model: str
-    codec: str
 
 
 class StepCost(NamedTuple):
@@ -77,14 +68,15 @@ class StepCosts:
 
     def seconds(self, rows: float) -> float:
         """Seconds of a step of that many rows, between and beyond the measured ones in a line."""
-        return self._line(rows, [cost.seconds for _, cost in sorted(self.by_rows.items())])
+        return self._line(rows, 0)
 
     def cpu(self, rows: float) -> float:
         """CPU seconds of a step of that many rows, in the same way."""
-        return self._line(rows, [cost.cpu for _, cost in sorted(self.by_rows.items())])
+        return self._line(rows, 1)
 
-    def _line(self, rows: float, values: Sequence[float]) -> float:
-        known, rising = sorted(self.by_rows), np.maximum.accumulate(values)
+    def _line(self, rows: float, field: int) -> float:
+        known = sorted(self.by_rows)
+        rising = np.maximum.accumulate([self.by_rows[number][field] for number in known])
         if rows <= known[-1]:
             return float(np.interp(rows, known, rising))
         if len(known) == 1:
@@ -113,22 +105,10 @@ class KnownCosts:
         keep the result, and return it."""
         frame = None if whole or self._codec is None else 1 / self._codec.frame_rate
         measured = measure_steps(runner, self._codec, rows, frame)
-        key = measured_of(self._model, self._codec)
-        kept = load_costs()
-        before = kept[key].by_rows if key in kept else {}
-        self._costs, self._read = StepCosts({**before, **measured.by_rows}), True
+        key, kept = measured_of(self._model, self._codec), load_costs()
+        self._costs, self._read = StepCosts({**kept.get(key, StepCosts({})).by_rows, **measured.by_rows}), True
         keep_costs({**kept, key: self._costs})
         return measured
-
-
-def check_measuring(rows: Sequence[int] | None, slots: int | None, sessions: int) -> None:
-    """UserError for numbers of rows that are none or too many, and where sessions are open, whose rows would be written."""
-    for number in rows or ():
-        if not 1 <= number <= (slots or 65536):
-            most = f"the engine's {slots} slots" if slots else "65536"
-            raise UserError(f"rows: {number!r:.40} is no number of rows to measure; give whole numbers from 1 to {most}")
-    if sessions:
-        raise UserError(f"{sessions} sessions are open; measure before the first, or close them")
 
 
 def powers_to(most: int) -> list[int]:
@@ -206,14 +186,15 @@ def _frames(codec: AudioCodec | None, number: int) -> Iterator[Tensor]:
 # --- what is kept ---------------------------------------------------------------------------------------------------
 
 
-def measured_of(model: SpeechModel, codec: AudioCodec | None) -> MeasuredOf:
-    """Key of measurements with this model and codec, and this thread's number of threads."""
+def measured_of(model: SpeechModel, codec: AudioCodec | None) -> str:
+    """Key of a measurement: device and this thread's number of threads, number format, form of products, model's and codec's
+    shape."""
     norm = model.decoder.norm.weight
     device = torch.cuda.get_device_name(norm.device) if norm.device.type == "cuda" else norm.device.type
     dtype = "int8 with " * is_int8(model) + str(norm.dtype).removeprefix("torch.")
     kernels = "fast" if model.decoder.fast else "reference"
     shape = f"{zlib.crc32(json.dumps(to_dict(model.config), sort_keys=True).encode()):08x}"
-    return MeasuredOf(device, torch.get_num_threads(), dtype, kernels, shape, "" if codec is None else codec.name)
+    return ", ".join((device, f"{torch.get_num_threads()} threads", dtype, kernels, shape, "" if codec is None else codec.name))
 
 
 def costs_file() -> Path:
@@ -221,29 +202,26 @@ def costs_file() -> Path:
     return cache_folder() / f"steps-{zlib.crc32(json.dumps(machine()).encode()):08x}.json"
 
 
-def load_costs() -> dict[MeasuredOf, StepCosts]:
-    """Reads this machine's measurements; empty where the file is another machine's or damaged, which is logged."""
+def load_costs() -> dict[str, StepCosts]:
+    """Reads this machine's measurements; empty where the file is damaged, which is logged."""
     path = costs_file()
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["machine"] != machine():
-            raise ValueError("it is another machine's")
-        return {MeasuredOf(*key): StepCosts({n: StepCost(*cost) for n, *cost in costs}) for key, costs in data["steps"]}
+        return {key: StepCosts({int(n): StepCost(*cost) for n, cost in costs.items()}) for key, costs in data.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         LOG.warning("%s is left out: %s; engine.measure() replaces it", path, " ".join(str(error).split()) or repr(error))
         return {}
 
 
-def keep_costs(costs: Mapping[MeasuredOf, StepCosts]) -> None:
+def keep_costs(costs: Mapping[str, StepCosts]) -> None:
     """Keep measurements for the next start. Of two that write at once the last stays, whole; a folder that cannot be written is
     told."""
     path = costs_file()
-    steps = [[list(key), [[rows, *cost] for rows, cost in sorted(step.by_rows.items())]] for key, step in sorted(costs.items())]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"machine": machine(), "steps": steps}, indent=None)
+        write_json(path, {key: step.by_rows for key, step in sorted(costs.items())}, indent=None)
     except (OSError, UserError) as error:
         LOG.warning("measured steps are not kept, %s cannot be written: %s", path, error)
 
@@ -251,8 +229,14 @@ def keep_costs(costs: Mapping[MeasuredOf, StepCosts]) -> None:
 WINDOW = 4096
 """Newest measurements that percentiles are taken over."""
 
+RECENT = 512
+"""Newest steps, or chunks of sound, by which cost and lateness are judged."""
+
 AGAIN = 64
-"""Steps, or chunks of sound, after which their cost, or lateness, is judged again."""
+"""Steps, or chunks, after which they are judged again."""
+
+FEW = 32
+"""Chunks before which their lateness says nothing."""
 
 
 @dataclass(frozen=True)
@@ -322,10 +306,8 @@ class Recorder:
             self.lateness: deque[float] = deque(maxlen=WINDOW)
             self.first_audio: deque[float] = deque(maxlen=WINDOW)
             self.slack: float | None = None
-            self._fitted: tuple[int, tuple[float, float]] | None = None
-            self._most: tuple[int, int] | None = None
             self._chunks = 0
-            self._judged: tuple[int, float] | None = None
+            self._judged: dict[Callable[..., Any], tuple[int, Any]] = {}
 
     def stepped(self, rows: int, seconds: float) -> None:
         with self._lock:
@@ -344,18 +326,6 @@ class Recorder:
             self.lateness.append(late)
             self.underruns += late > 0
 
-    def late(self, recent: int, least: int) -> float | None:
-        """The 99th percentile of the lateness of the newest chunks, as it was `AGAIN` chunks ago at most; None before a few."""
-        with self._lock:
-            if self._judged is not None and self._chunks - self._judged[0] < AGAIN:
-                return self._judged[1]
-            lateness, number = list(self.lateness)[-recent:], self._chunks
-        if len(lateness) < least:
-            return None
-        late = float(np.percentile(lateness, 99))
-        self._judged = number, late  # what it is by now is another thread's, which may clear it
-        return late
-
     def began(self, seconds: float) -> None:
         """Note the seconds to a live listener's first sound."""
         with self._lock:
@@ -365,39 +335,33 @@ class Recorder:
         with self._lock:
             self.answers += 1
 
-    def cost(self) -> tuple[float, float] | None:
-        """Seconds of a step without rows, and more for each row, fitted to the newest steps (again after `AGAIN` of them); None
-        before there are some."""
+    def _judge(self, judge: Callable[[list[Any]], R], number: int, values: Collection[Any], least: int) -> R | None:
+        """What is judged of the newest values, as it was `AGAIN` of them ago at most; None before there are `least`.
+        `number`: of all so far."""
         with self._lock:
-            if self._fitted is not None and self.steps - self._fitted[0] < AGAIN:
-                return self._fitted[1]
-            steps, number = list(self.step)[-512:], self.steps
-        if len(steps) < 8:
+            known = self._judged.get(judge)
+            if known is not None and number - known[0] < AGAIN:
+                return known[1]  # type: ignore[no-any-return]
+            newest = list(values)[-RECENT:]
+        if len(newest) < least:
             return None
-        cost = self._fit(steps)
-        self._fitted = number, cost
-        return cost
+        judged = judge(newest)
+        self._judged[judge] = number, judged
+        return judged
 
-    def _fit(self, steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
-        rows, seconds = np.array(steps, dtype=float).T
-        if rows.min() == rows.max():
-            each = float(np.median(seconds)) / rows[0]
-            return 0.0, each
-        each, fixed = np.polyfit(rows, seconds, 1)
-        return max(float(fixed), 0.0), max(float(each), 0.0)
+    def late(self) -> float | None:
+        """The 99th percentile of the lateness of the newest chunks; None before a few."""
+        return self._judge(_high_percentile, self._chunks, self.lateness, FEW)
 
-    def most_rows(self) -> int:
-        """The most rows of one of the newest steps, as it was `AGAIN` steps ago at most."""
-        with self._lock:
-            if self._most is None or self.steps - self._most[0] >= AGAIN:
-                self._most = self.steps, max((rows for rows, _ in list(self.step)[-512:]), default=0)
-            return self._most[1]
+    def cost(self) -> tuple[float, float] | None:
+        """Seconds of a step without rows, and more for each row, fitted to the newest steps; None before there are some."""
+        return self._judge(_fit, self.steps, self.step, 8)
 
     def step_seconds(self, rows: int) -> tuple[float, float]:
         """Seconds of a step of that many rows, and of the last of them; 0 where nothing is known."""
         cost = self.cost()
         known = None if self.known is None else self.known.costs
-        if known is not None and (cost is None or 2 * self.most_rows() < rows):
+        if known is not None and (cost is None or 2 * (self._judge(_most_rows, self.steps, self.step, 1) or 0) < rows):
             step = known.seconds(rows)
             return step, max(step - known.seconds(rows - 1), 0.0)
         fixed, each = cost or (0.0, 0.0)
@@ -419,3 +383,19 @@ class Recorder:
                 first_audio=Percentiles.of(self.first_audio),
                 slack=self.slack,
             )
+
+
+def _high_percentile(lateness: list[float]) -> float:
+    return float(np.percentile(lateness, 99))
+
+
+def _fit(steps: list[tuple[int, float]]) -> tuple[float, float]:
+    rows, seconds = np.array(steps, dtype=float).T
+    if rows.min() == rows.max():
+        return 0.0, float(np.median(seconds)) / float(rows[0])
+    each, fixed = np.polyfit(rows, seconds, 1)
+    return max(float(fixed), 0.0), max(float(each), 0.0)
+
+
+def _most_rows(steps: list[tuple[int, float]]) -> int:
+    return max(rows for rows, _ in steps)
