@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
@@ -48,7 +50,7 @@ from omni.engine.wire import (
 )
 from omni.errors import UserError
 from omni.generate.options import check_numbers
-from omni.generate.results import Ended, Timings
+from omni.generate.results import AudioChunk, Ended, Timings
 from omni.generate.session import Sessions
 from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
@@ -129,15 +131,16 @@ class PipeLink(Link):
 
     Attributes:
         lost: why nothing is answered any more, None while the process lives.
+        decoding: CPU seconds that decoding took here.
     """
 
-    def __init__(self, pipe: Connection, process: Any, decoder: SoundDecoder | None = None) -> None:
+    def __init__(self, pipe: Connection, process: Any, decoder: SoundDecoder[int] | None = None) -> None:
         super().__init__()
         self._pipe, self._process = pipe, process
         self._changed = threading.RLock()  # guards the replies and `lost`
         self._replies: dict[int, Future[Any]] = {}
         self._said_bye = False
-        self._messages = 0
+        self._messages, self.decoding = 0, 0.0
         self._decoder = decoder
         self._requests = count(1)
         self._sender = Sender(pipe)
@@ -145,11 +148,6 @@ class PipeLink(Link):
         self.reader.start()
 
     # --- what clients ask ---------------------------------------------------------------------------------------------
-
-    @property
-    def decoding(self) -> float:
-        """CPU seconds that decoding took here."""
-        return 0.0 if self._decoder is None else self._decoder.seconds
 
     def check(self, session: int) -> None:
         self._check()
@@ -197,24 +195,29 @@ class PipeLink(Link):
         finally:
             self._gone()
 
-    def _decode(self, coming: Sequence[Any], decoder: SoundDecoder) -> None:
+    def _decode(self, coming: Sequence[Any], decoder: SoundDecoder[int]) -> None:
         """Decode the coded sound among the events of answers, in their places."""
-        answers = {number: self._answers.get(number) for number, _ in coming}
-        starts, wanted = list[tuple[Listener, float]](), list[Any]()
+        start, coded = time.thread_time(), dict[int, tuple[Listener, list[Any], list[CodedSound]]]()
         for number, events in coming:
-            answer = answers[number]
+            answer = self._answers.get(number)
             if answer is None or answer.cancelled:
                 decoder.close(number)
-                continue
-            wanted.append((number, events))
-            starts += [(answer, event.start) for event in events if isinstance(event, CodedSound)]
-        failed = decoder(wanted)
+            elif sound := [event for event in events if isinstance(event, CodedSound)]:
+                coded[number] = answer, events, sound
+        sounds = decoder.push({number: [f for event in own for f in event.codes] for number, (_, _, own) in coded.items()})
+        self.decoding += time.thread_time() - start if coded else 0.0
         now = time.perf_counter()
-        for answer, start in starts:
-            answer.decoded(start, now)
-        for number, error in failed.items():
-            if (answer := answers[number]) is not None:
-                answer.stop("error", cannot_decode(decoder.codec, error))
+        for number, (answer, events, own) in coded.items():
+            for event in own:
+                answer.decoded(event.start, now)
+            decoded = sounds[number]
+            if isinstance(decoded, Exception):
+                answer.stop("error", cannot_decode(decoder.codec, decoded))
+                decoder.close(number)
+            events[:] = _with_sound(events, None if isinstance(decoded, Exception) else decoded, decoder.codec.frame_samples)
+        for number, events in coming:
+            if any(isinstance(event, Ended) for event in events):
+                decoder.close(number)
         self._messages += 1
         if self._messages % OFTEN == 0:  # of answers that were dropped, nothing comes any more
             decoder.keep(self._answers)
@@ -258,6 +261,19 @@ class PipeLink(Link):
                 answer.end(Ended("error", Timings(), str(lost)))
             except Exception:
                 LOG.exception("a listener of the engine's process failed")
+
+
+def _with_sound(events: Sequence[Any], sound: Tensor | None, frame_samples: int) -> list[Any]:
+    """Events with chunks of a sound [S] in the places of coded ones; without these where there is none."""
+    with_sound, position = [], 0
+    for event in events:
+        if not isinstance(event, CodedSound):
+            with_sound.append(event)
+        elif sound is not None:
+            end = position + frame_samples * len(event.codes)
+            with_sound.append(AudioChunk(sound[position:end], event.start, event.end))
+            position = end
+    return with_sound
 
 
 def start_process(arguments: Item) -> tuple[Any, Any]:
@@ -429,12 +445,15 @@ class EngineProcess(Sessions):
         self.close()
 
 
-def _decoder(facts: ModelFacts) -> SoundDecoder | None:
+def _decoder(facts: ModelFacts) -> SoundDecoder[int] | None:
     """The decoder of coded sound in this process; None where sound comes decoded."""
     if facts.codec is None or not facts.portable:
         return None
     try:
-        return SoundDecoder(load_codec(facts.codec))
+        decoder = SoundDecoder[int](load_codec(facts.codec))
+        decoder.push({0: [[0] * len(decoder.codec.codebook_sizes)]})  # what is loaded and compiled, nobody waits for
+        decoder.close(0)
+        return decoder
     except UserError:
         raise
     except Exception as error:

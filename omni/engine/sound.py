@@ -13,14 +13,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from omni.codec.base import AudioCodec, CodecBatch
+from omni.codec.base import AudioCodec
 from omni.engine.answer import Running
 from omni.engine.stats import Recorder
-from omni.engine.wire import CodedSound, cannot_decode
+from omni.engine.wire import CodedSound, SoundDecoder, cannot_decode
 from omni.engine.worker import Worker
 from omni.generate.results import AudioChunk, Ended, Reason
 from omni.generate.rows import StepOutput
@@ -47,8 +46,7 @@ class SoundThread:
         self._recorder = recorder
         self._finish = weakref.WeakMethod(finished)
         self._work: deque[Outputs | tuple[Running, Reason]] = deque()
-        self._batches: dict[AudioCodec, CodecBatch] = {}
-        self._streams: dict[Running, int] = {}
+        self._decoders: dict[AudioCodec, SoundDecoder[Running]] = {}
         self._held: dict[Running, Tensor] = {}  # first sounds that do not last long enough yet
         self._coded: dict[Running, list[list[int]]] = {}  # the same of those that are decoded elsewhere
         self._step = 0.0  # seconds of one
@@ -101,7 +99,7 @@ class SoundThread:
             return True
 
     def _write(self, outputs: Outputs) -> None:
-        sounding: list[tuple[Running, list[int]]] = []
+        sounding: dict[AudioCodec, dict[Running, list[list[int]]]] = {}
         for running, output in outputs:
             reply = running.reply
             with running.changed:
@@ -119,11 +117,13 @@ class SoundThread:
                     running.put(event, notify=not frames or running.codec is None)  # else with the sound
                 if running.coded:
                     self._code(running, frames)
-                else:
-                    sounding += [(running, frame) for frame in frames]
-        for codec in {running.codec for running, _ in sounding}:
-            if codec is not None:
-                self._decode(codec, [(running, frame) for running, frame in sounding if running.codec is codec])
+                elif frames and running.codec is not None:
+                    sounding.setdefault(running.codec, {})[running] = frames
+        for codec, each in sounding.items():
+            if codec not in self._decoders:
+                self._decoders[codec] = SoundDecoder(codec)
+            for running, sound in self._decoders[codec].push(each).items():
+                self._play(running, sound)
         for running, _ in outputs:
             if running.reply.reason is not None and not running.left.is_set():
                 self._finished(running)
@@ -153,26 +153,6 @@ class SoundThread:
             self._recorder.sounded(late)
         elif first and running.pace == "live":
             self._recorder.began(running.first_audio or 0.0)
-
-    def _decode(self, codec: AudioCodec, sounding: Sequence[tuple[Running, list[int]]]) -> None:
-        """Turn a frame of each of some answers into sound, in one call."""
-        batch = self._batches.get(codec)
-        if batch is None:
-            batch = self._batches[codec] = codec.batch()
-        open_, frames = [], []
-        for running, frame in sounding:
-            try:
-                if running not in self._streams:
-                    self._streams[running] = batch.open()
-            except Exception as error:
-                self._play(running, error)
-                continue
-            open_.append(running)
-            frames.append(frame)
-        if open_:
-            sounds = batch.push([self._streams[running] for running in open_], torch.from_numpy(np.array(frames))[:, :, None])
-            for running, sound in zip(open_, sounds, strict=True):
-                self._play(running, sound)
 
     def _play(self, running: Running, sound: Tensor | Exception, last: bool = False) -> None:
         """Give the listener a sound, or end the answer whose codec failed."""
@@ -205,8 +185,7 @@ class SoundThread:
         self._finished(running)
 
     def _end(self, running: Running, reason: Reason) -> None:
-        stream, reply = self._streams.pop(running, None), running.reply
-        batch = None if running.codec is None else self._batches.get(running.codec)
+        reply, decoder = running.reply, None if running.codec is None else self._decoders.get(running.codec)
         if not running.cancelled and running.failure is None and reply.error is None and reason != "error":
             with running.changed:
                 reply.reason = reply.reason or reason
@@ -214,13 +193,12 @@ class SoundThread:
                     running.put(event)
                 if running.coded:
                     self._code(running, [], last=True)
-            if stream is not None and batch is not None and reply.error is None:
-                (rest,) = batch.finish([stream])
-                self._play(running, rest, last=True)
+            if decoder is not None and reply.error is None:
+                self._play(running, decoder.finish(running), last=True)
         self._held.pop(running, None)
         self._coded.pop(running, None)
-        if stream is not None and batch is not None:
-            batch.close(stream)
+        if decoder is not None:
+            decoder.close(running)
         self._recorder.ended()
         with running.changed:
             if not running.cancelled and running.failure is None:

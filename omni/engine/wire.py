@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import io
 import pickle
-import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import BusyError, RoomError, UserError
-from omni.generate.results import AudioChunk, Ended
+
+K = TypeVar("K", bound=Hashable)
 
 LARGEST = 1 << 28
 """Bytes of the largest message that a client may send."""
@@ -133,88 +133,43 @@ def cannot_decode(codec: AudioCodec, error: Exception) -> str:
     return f"codec {codec.name} cannot decode the answer ({error}); generate([...], sound=False) gives its codes"
 
 
-class SoundDecoder:
-    """Decodes the answers of an engine's process; belongs to one thread.
-
-    Attributes:
-        seconds: CPU time that decoding took.
-    """
+class SoundDecoder(Generic[K]):
+    """Decodes the sound of answers, which have keys, all that come at a time in one call; belongs to one thread."""
 
     def __init__(self, codec: AudioCodec) -> None:
         self.codec, self._batch = codec, codec.batch()
-        self._streams: dict[int, int] = {}  # of the batch, by the numbers of answers
-        first = self._batch.open()  # what is loaded and compiled for the first frame, nobody waits for
-        self._batch.push([first], torch.zeros(1, len(codec.codebook_sizes), 1, dtype=torch.long))
-        self._batch.close(first)
-        self.seconds = 0.0
+        self._streams: dict[K, int] = {}  # of the batch
 
-    def __call__(self, answers: Sequence[tuple[int, list[Any]]]) -> dict[int, Exception]:
-        """Replaces coded sound among the events of answers by chunks; returns why some cannot be decoded, by their
-        numbers. Their sound is left out."""
-        start, failed = time.thread_time(), dict[int, Exception]()
-        alike: dict[int, list[tuple[int, list[Any]]]] = {}  # by number of frames
-        for number, events in answers:
-            if count := sum(len(event.codes) for event in events if isinstance(event, CodedSound)):
-                alike.setdefault(count, []).append((number, events))
-        for alike_streams in alike.values():
-            self._decode(alike_streams, failed)
-        for number, events in answers:
-            if number in failed or any(isinstance(event, Ended) for event in events):
-                self.close(number)
-        self.seconds += time.thread_time() - start if alike else 0.0
-        return failed
-
-    def _decode(self, answers: Sequence[tuple[int, list[Any]]], failed: dict[int, Exception]) -> None:
-        """Decode as many frames of each of some answers."""
-        able, frames = [], []
-        for number, events in answers:
+    def push(self, frames: Mapping[K, list[list[int]]]) -> dict[K, Tensor | Exception]:
+        """The next samples [S] of each answer, or why it cannot be decoded. `frames`: the next ones, A codes each."""
+        sounds: dict[K, Tensor | Exception] = {}
+        for count in {len(own) for own in frames.values()}:
+            able = []
+            for key in [key for key, own in frames.items() if len(own) == count]:
+                try:
+                    if key not in self._streams:
+                        self._streams[key] = self._batch.open()
+                    able.append(key)
+                except Exception as error:
+                    sounds[key] = error
+            codes = torch.from_numpy(np.array([frames[key] for key in able])).transpose(1, 2)  # [N, A, f]
             try:
-                if number not in self._streams:
-                    self._streams[number] = self._batch.open()
-            except Exception as error:
-                failed[number] = error
-                _replace(events, None)
-                continue
-            able.append((number, events))
-            frames.append([frame for event in events if isinstance(event, CodedSound) for frame in event.codes])
-        if not able:
-            return
-        codes = torch.from_numpy(np.array(frames)).transpose(1, 2)  # [N, K, f]
-        sounds: list[Tensor | Exception]
-        try:
-            sounds = self._batch.push([self._streams[number] for number, _ in able], codes)
-        except Exception as error:  # of the call as a whole: the thread goes on for others
-            sounds = [error] * len(able)
-        wanted = codes.shape[2] * self.codec.frame_samples
-        for (number, events), sound in zip(able, sounds, strict=True):
-            if isinstance(sound, Tensor) and len(sound) != wanted:
-                made = f"{self.codec.name} made {len(sound)} samples of {codes.shape[2]} frames"
-                sound = UserError(f"{made}; its frame_samples asks for {wanted}")
-            if isinstance(sound, Exception):
-                failed[number] = sound
-            _replace(events, sound if isinstance(sound, Tensor) else None, self.codec.frame_samples)
+                sounds |= zip(able, self._batch.push([self._streams[key] for key in able], codes), strict=True) if able else ()
+            except Exception as error:  # of the call as a whole: the thread goes on for others
+                sounds |= dict.fromkeys(able, error)
+        return sounds
 
-    def close(self, number: int) -> None:
-        """Drop an answer's decoder, where it has one."""
-        stream = self._streams.pop(number, None)
+    def finish(self, key: K) -> Tensor | Exception:
+        """The last samples [S] of an answer."""
+        return self._batch.finish([self._streams[key]])[0] if key in self._streams else torch.zeros(0)
+
+    def close(self, key: K) -> None:
+        """Drop an answer's stream, where it has one."""
+        stream = self._streams.pop(key, None)
         if stream is not None:
             self._batch.close(stream)
 
-    def keep(self, wanted: Container[int]) -> None:
-        """Drop the decoders of other answers."""
-        for number in [number for number in self._streams if number not in wanted]:
-            self.close(number)
-
-
-def _replace(events: list[Any], sound: Tensor | None, frame_samples: int = 0) -> None:
-    """Replaces coded chunks among events by those of a sound [S], or leaves them out."""
-    kept, position = [], 0
-    for event in events:
-        if not isinstance(event, CodedSound):
-            kept.append(event)
-        elif sound is not None:
-            end = position + frame_samples * len(event.codes)
-            whole = sound if end - position == len(sound) else sound[position:end].clone()
-            kept.append(AudioChunk(whole, event.start, event.end))
-            position = end
-    events[:] = kept
+    def keep(self, wanted: Container[K]) -> None:
+        """Drop the streams of other answers."""
+        for key in [key for key in self._streams if key not in wanted]:
+            self.close(key)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.engine.process import EngineProcess
+from omni.engine.process import EngineProcess, _with_sound
 from omni.engine.wire import CodedSound, SoundDecoder
-from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
+from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.engine.test_process import LONG, play, told
 from tests.generate.session_toys import TALKATIVE
@@ -100,22 +100,17 @@ def test_decoders_go_with_their_answers(saved: Path, monkeypatch: pytest.MonkeyP
     from tests.engine.echo import load_portable
 
     codec = load_portable(None, torch.device("cpu"))
-    decoder, frame = SoundDecoder(codec), [1] * len(codec.codebook_sizes)
+    decoder, frame = SoundDecoder[int](codec), [1] * len(codec.codebook_sizes)
     whole = codec.decode(torch.tensor([frame] * 3).T)
+    sounds = decoder.push({1: [frame] * 3, 2: [frame]})
+    assert torch.equal(sounds[1], whole) and len(decoder._batch) == 2  # type: ignore[arg-type]
     events: list[Any] = [TextDelta("a"), CodedSound([frame, frame], 0.0, 0.08), CodedSound([frame], 0.08, 0.12)]
-    other: list[Any] = [CodedSound([frame], 0.0, 0.04)]
-    assert decoder([(1, events), (2, other), (3, [TextDelta("b")])]) == {}
-    assert [type(event) for event in events] == [TextDelta, AudioChunk, AudioChunk]
-    assert torch.equal(torch.cat([events[1].samples, events[2].samples]), whole) and (events[2].start, events[2].end) == (
-        0.08,
-        0.12,
-    )
-    assert len(decoder._batch) == 2
+    _, first, last = _with_sound(events, whole, codec.frame_samples)
+    assert torch.equal(torch.cat([first.samples, last.samples]), whole) and (last.start, last.end) == (0.08, 0.12)
+    assert _with_sound(events, None, codec.frame_samples) == [TextDelta("a")]
     decoder.keep({1})
     assert len(decoder._batch) == 1
-    decoder([(1, [Ended("end", Timings())])])
+    decoder.close(1)
     assert len(decoder._batch) == 0
     monkeypatch.setattr(decoder._batch, "push", lambda streams, codes: 1 / 0)
-    events = [CodedSound([frame], 0.0, 0.04), TextDelta("a")]
-    assert isinstance(decoder([(4, events)])[4], ZeroDivisionError)
-    assert events == [TextDelta("a")] and len(decoder._batch) == 0
+    assert isinstance(decoder.push({4: [frame]})[4], ZeroDivisionError)
