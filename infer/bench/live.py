@@ -156,7 +156,7 @@ def _started(
         gc.collect()
         stack.callback(gc.unfreeze)
         gc.freeze()  # else what is imported is looked through while chunks wait to be noted
-        yield engine, f"live sessions: {name or folder} ({engine.facts.shown}, {of}), {machine()['processor']}"
+        yield engine, f"live sessions: {name or folder} ({engine.shown}, {of}), {machine()['processor']}"
 
 
 def random_folder(folder: str, config: ModelConfig, dtype: torch.dtype) -> SpeechModel:

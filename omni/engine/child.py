@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from omni.engine.conversation import MessageHandler
-from omni.engine.wire import CodedSound, Item, ModelFacts, pack, pack_error, unpack
+from omni.engine.wire import CodedSound, Item, is_portable, pack, pack_error, unpack
 from omni.errors import SoundWarning, UserError
 from omni.generate.results import Event
 from omni.generate.speech_lm import SpeechLM
@@ -240,12 +240,13 @@ def run(
         load_plugins(plugins, "plugins")
         lm = SpeechLM.from_pretrained(folder, **values)
         lm.start_engine(**engine)
-        facts = ModelFacts.of(lm.config, repr(lm), lm.codec)
+        codec = None if lm.codec is None else lm.codec.name
+        facts = lm.config, repr(lm), codec, lm.sample_rate, lm.frame_rate, lm.codec is not None and is_portable(lm.codec)
     except Exception as error:
         pipe.send_bytes(pack([("refused", *pack_error(error))]))
         return
     gc.collect()
     gc.freeze()  # what stays need not be looked through again and again, which takes as long as several frames play
     gc.set_threshold(*(10 * threshold for threshold in gc.get_threshold()))  # nor histories, so often
-    pipe.send_bytes(pack([("ready", facts)]))
+    pipe.send_bytes(pack([("ready", *facts)]))
     Child(pipe, lm, threads).serve()

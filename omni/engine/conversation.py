@@ -225,7 +225,7 @@ class Conversation:
         """Take more of it, or (`peek`) sound after that, which may not belong to it."""
         if (stream := self.stream(sound)) is not None:
             (stream.peek if peek else stream.push)(samples)
-            self._engine.came(stream)
+            self._engine.requests.came(stream)
 
     def sound_so_far(self, sound: int) -> KnownFeatures:
         """Features so far, for a question of another conversation; UserError where there are none."""
@@ -243,7 +243,7 @@ class Conversation:
         seat = self._seat
         if self._hears is sound and seat is not None:
             self._hears = None
-            self._engine.stop_listening(seat, sound)
+            self._engine.requests.stop_listening(seat, sound)
 
     def _listen(self) -> None:
         """Have what is heard of the next question fed behind the present history, unless an answer is under way; the lock is
@@ -251,7 +251,9 @@ class Conversation:
         sound, seat = self._hears, self._seat
         if sound is not None and seat is not None:
             past = tuple(self._past) if self._last is None or self._last.settled else None
-            self._engine.listen(Listen(seat, sound, past, self._system, self.options.overflow == "forget", self._selection))
+            self._engine.requests.listen(
+                Listen(seat, sound, past, self._system, self.options.overflow == "forget", self._selection)
+            )
 
     # --- its answer -----------------------------------------------------------------------------------------------
 
@@ -391,7 +393,7 @@ class Conversation:
             return
         refill = plan(self.model.layout, self._seat, self._past, self._system, self._selection)
         if refill is not None:
-            self._engine.refill(refill)
+            self._engine.requests.refill(refill)
 
     def _open(self) -> Seat:
         if self._seat is None:
@@ -414,7 +416,7 @@ class Conversation:
             return
         if self._hears is not None:
             self._hears.closed = True
-        self._engine.vacate(seat)
+        self._engine.requests.vacate(seat)
         self._release()
 
 

@@ -18,10 +18,8 @@ A row's answer does not depend on the other rows: each conversation is what it w
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -30,12 +28,10 @@ from omni.codec.base import AudioCodec
 from omni.engine.answer import Running, Seat
 from omni.engine.batch import EngineBatch
 from omni.engine.intake import Intake, encode, unheard
-from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.sound import SoundThread
 from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts, powers_to
 from omni.engine.stepping import Requests, SteppingThread, Watermarks
 from omni.errors import BusyError, UserError
-from omni.generate.feature_stream import FeatureStream
 from omni.generate.options import check_numbers
 from omni.generate.runner import Runner
 from omni.model.speech_model import SpeechModel
@@ -51,7 +47,7 @@ SPARE = 0.1
 class Engine:
     """Answers the questions of any number of conversations; `omni.engine.conversation.Conversation` is its client.
 
-    Its methods may be called from any thread.
+    Its methods, and those of its `requests`, may be called from any thread.
 
     Args:
         slots: rows of the cache; None grows with the conversations.
@@ -79,16 +75,15 @@ class Engine:
     ) -> None:
         check_numbers(slots=slots, context=context, patience=patience, queue=queue)
         self.model, self.context, self.queue = model, context, queue
-        self._closed = self._draining = False  # guarded by the lock of the requests
+        self._draining = False
         self._known = KnownCosts(model, codec)
-        self._requests, self._recorder = Requests(), Recorder(self._known)
-        self._sound = SoundThread(self._requests.end, self._recorder)
+        self.requests, self._recorder = Requests(), Recorder(self._known)
+        self._sound = SoundThread(self.requests.end, self._recorder)
         self._batch = EngineBatch(model, slots, context, self._sound, self._recorder, graph=graph, compile=compile)
         self._intake, self._encoding = Intake(self._batch, self._recorder), threading.Lock()
         self._stepping = SteppingThread(
-            self._requests, self._batch, self._intake, self._recorder, marks or Watermarks(), patience
+            self.requests, self._batch, self._intake, self._recorder, marks or Watermarks(), patience
         )
-        _ENGINES.add(self)
         release_threads()  # of who loaded the model
 
     @property
@@ -110,37 +105,9 @@ class Engine:
         if self.context is not None and limit > self.context:
             raise UserError(f"context is {limit}, and the engine's rows have {self.context} positions; give a smaller one")
         seat = Seat(limit)
-        with self._requests.lock:
-            self._requests.seats.add(seat)
+        with self.requests.lock:
+            self.requests.seats.add(seat)
         return seat
-
-    def vacate(self, seat: Seat) -> None:
-        """Free a conversation's slot, at the next step's boundary; what is left of its answer is cancelled."""
-        self._requests.vacate(seat)
-        if not self._closed:
-            self._requests.wake()
-
-    def refill(self, refill: Refill) -> None:
-        """Feed what stays of a conversation before its next question, in the time that nobody else needs."""
-        if not self._closed:
-            self._requests.refills[refill.seat] = refill
-            self._requests.wake()
-
-    def listen(self, listen: Listen) -> None:
-        """Listen to a conversation's next question while its sound comes, in the time that nobody else needs."""
-        if not self._closed:
-            self._requests.listen(listen)
-            release_threads()
-            self._requests.wake()
-
-    def came(self, stream: FeatureStream) -> None:
-        """Note that sound came for a question that is listened to."""
-        if stream.due and not self._closed:
-            self._requests.wake()
-
-    def stop_listening(self, seat: Seat, stream: FeatureStream) -> None:
-        """Listen to a conversation's question no more."""
-        self._requests.stop_listening(seat, stream)
 
     def heard(self, late: Sequence[float]) -> None:
         """Note how late live listeners' chunks were that another process decoded."""
@@ -158,14 +125,12 @@ class Engine:
             rows = 1 if running.fork is None else 2
             if self.fixed is not None and rows > self.fixed:
                 raise UserError(f"text assist takes 2 slots, and the engine has {self.fixed}; give it more, or leave it out")
-        with self._requests.lock:
+        with self.requests.lock:
             self.check()  # once more: it may have been closed meanwhile, and nobody would answer
             for running in asked:
                 if running.pace == "live":
                     self._check_queue(running)
-            self._requests.ask(asked)
-        release_threads()  # from here on the stepping thread computes
-        self._requests.wake()
+            self.requests.ask(asked)
 
     def hear(self, running: Running) -> None:
         """Do of a question's encoding, in the thread of who asks, what can be done beside the steps: at least what the encoder
@@ -187,7 +152,7 @@ class Engine:
     def _check_queue(self, running: Running) -> None:
         if running.when_full == "wait" and self.queue is None:
             return
-        before = [*self._intake.waiting, *self._requests.asked]
+        before = [*self._intake.waiting, *self.requests.asked]
         if not (why := self._intake.refusal(running, before)):
             return
         waiting = sum(bool(self._intake.refusal(other, before[:n])) for n, other in enumerate(before))
@@ -198,15 +163,15 @@ class Engine:
 
     def place(self, running: Running) -> int:
         """Place of a question among those that wait, from 1; 0 for one that does not."""
-        with self._requests.lock:
-            waiting = [*self._intake.waiting, *self._requests.asked]
+        with self.requests.lock:
+            waiting = [*self._intake.waiting, *self.requests.asked]
         return waiting.index(running) + 1 if running in waiting else 0
 
     def stop(self, running: Running, wait: bool = True) -> None:
         """Cancel an answer, and wait (or do not) until its rows are free; `running.left` is set then."""
         running.stop()
-        if not self._requests.withdraw(running) and not running.left.is_set():
-            self._requests.end(running)  # at the next step's boundary
+        if not self.requests.withdraw(running) and not running.left.is_set():
+            self.requests.end(running)  # at the next step's boundary
             if wait and not self._stepping.worker.here:
                 running.left.wait()
 
@@ -215,9 +180,9 @@ class Engine:
     def stats(self) -> EngineStats:
         """Its present state, and its newest measurements."""
         answers, slots = [*self._batch.answers], self._batch.slots
-        with self._requests.lock:
-            waiting = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
-            sessions = len(self._requests.seats)
+        with self.requests.lock:
+            waiting = len(self.requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
+            sessions = len(self.requests.seats)
         return self._recorder.stats(
             sessions=sessions,
             active=len(answers),
@@ -231,12 +196,12 @@ class Engine:
     def spare(self) -> bool:
         """Whether it could answer a written or transcribed question without delaying anybody: nobody waits or reads, who is
         heard has enough, what is listened to was heard, and a slot is free or idle."""
-        with self._requests.lock:
-            coming = len(self._requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
+        with self.requests.lock:
+            coming = len(self.requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
         slots, answers, slack = self._batch.slots, [*self._batch.answers], self._recorder.slack
         if coming or any(not running.live or not running.exact for running in answers):
             return False
-        if any(listen.stream.due for listen in self._requests.listening()):
+        if any(listen.stream.due for listen in self.requests.listening()):
             return False
         return not answers or bool((slots.free or slots.idle()) and slack is not None and slack >= SPARE)
 
@@ -247,8 +212,8 @@ class Engine:
         numbers of rows; by default 1, 2, 4 ... to the slots, while step and sound take no longer than a frame plays.
         UserError: a session is open, or the engine is closed."""
         self.check()
-        with self._requests.lock:  # nobody asks meanwhile
-            if open_sessions := len(self._requests.seats):  # whose rows would be written
+        with self.requests.lock:  # nobody asks meanwhile
+            if open_sessions := len(self.requests.seats):  # whose rows would be written
                 raise UserError(f"{open_sessions} sessions are open; measure before the first, or close them")
             return self._known.measure(self._batch.to_measure(), rows or powers_to(self.fixed or MOST), whole=rows is not None)
 
@@ -267,29 +232,14 @@ class Engine:
 
     def close(self) -> None:
         """End all answers, wait for the threads to end, and free the cache."""
-        with self._requests.lock:
-            if self._closed:
+        with self.requests.lock:
+            if self.requests.closed:
                 return
-            self._closed = True
+            self.requests.closed = True
         self._stepping.close()
         self._sound.stop()
 
     def check(self) -> None:
         """UserError where the engine is closed."""
-        if self._closed or self._draining:
+        if self.requests.closed or self._draining:
             raise UserError("this engine is closed; load the model again, or start another engine")
-
-
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _close_forked() -> None:
-    """Closes the engines of a process that was forked: it lacks their threads, and would wait for them."""
-    for engine in _ENGINES:
-        engine._closed = True
-        for running in engine._batch.answers:
-            running.left.set()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_forked)

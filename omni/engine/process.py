@@ -28,20 +28,18 @@ from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
-from omni.config import ModelConfig
 from omni.engine.listener import Link, Listener
 from omni.engine.wire import (
     CodedSound,
     EngineLost,
     Item,
-    ModelFacts,
     SoundDecoder,
     cannot_decode,
     pack_request,
@@ -56,9 +54,6 @@ from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
 from omni.text import Tokenizer
 from omni.utils.private import disown
-
-if TYPE_CHECKING:
-    from omni.layout import Layout
 
 LOG = logging.getLogger(__name__)
 
@@ -296,8 +291,8 @@ def start_process(arguments: Item) -> tuple[Any, Any]:
     return pipe, process
 
 
-def first_message(pipe: Any, process: Any) -> ModelFacts:
-    """Waits for the facts of the process's model. UserError: the model cannot be loaded. EngineLost: the process ended
+def first_message(pipe: Any, process: Any) -> Item:
+    """Waits for what the process says of its model. UserError: the model cannot be loaded. EngineLost: the process ended
     before."""
     try:
         name, *rest = unpack(pipe.recv_bytes())[0]
@@ -308,8 +303,7 @@ def first_message(pipe: Any, process: Any) -> ModelFacts:
         ) from None
     if name == "refused":
         raise unpack_error(*rest)
-    facts: ModelFacts = rest[0]
-    return facts
+    return tuple(rest)
 
 
 class EngineProcess(Sessions):
@@ -323,6 +317,10 @@ class EngineProcess(Sessions):
         slots, context, patience, queue: those of `omni.engine.engine.Engine`.
         threads: CPU threads of the process; by default PyTorch's own number.
         plugins: names of modules that register codecs, encoders or tasks; by default those that are loaded here.
+
+    Attributes:
+        shown: the model's `repr`.
+        codec: the codec's name, None without one.
     """
 
     _link: PipeLink
@@ -346,46 +344,25 @@ class EngineProcess(Sessions):
         names = plugin_modules.loaded() if plugins is None else tuple(plugins)
         plugin_modules.load_plugins(names, "plugins")
         arguments = (os.path.abspath(folder), values, engine, threads, names)
-        pack_request("the arguments of the engine's process", arguments)
         pipe, self._process = start_process(arguments)
         self.pid = self._process.pid
         try:
-            self.facts = first_message(pipe, self._process)
-            self.tokenizer = Tokenizer.from_file(Path(folder) / TOKENIZER)
-            decoder = _decoder(self.facts)
+            config, self.shown, self.codec, sample_rate, frame_rate, portable = first_message(pipe, self._process)
+            tokenizer = Tokenizer.from_file(Path(folder) / TOKENIZER)
+            decoder = _decoder(self.codec) if portable else None
         except BaseException:
             pipe.close()
             self._process.kill()
             self._process.join()
             raise
         self._closing = False
-        self._link = PipeLink(pipe, self._process, decoder)
+        super().__init__(PipeLink(pipe, self._process, decoder), config, tokenizer, sample_rate, frame_rate)
         _OPEN.add(self)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.facts.config
-
-    @property
-    def codec(self) -> str | None:
-        return self.facts.codec
-
-    @property
-    def sample_rate(self) -> int:
-        return self.facts.sample_rate
-
-    @property
-    def frame_rate(self) -> float:
-        return self.facts.frame_rate
 
     @property
     def decoding(self) -> float:
         """CPU seconds that the decoding of sound took in this process."""
         return self._link.decoding
-
-    @property
-    def layout(self) -> Layout:
-        return self.config.layout
 
     @property
     def alive(self) -> bool:
@@ -398,18 +375,13 @@ class EngineProcess(Sessions):
         return self._link.lost
 
     def __repr__(self) -> str:
-        return f"EngineProcess({self.facts.shown}, {f'process {self.pid}' if self.alive else 'ended'})"
+        return f"EngineProcess({self.shown}, {f'process {self.pid}' if self.alive else 'ended'})"
 
     # --- the calls of SpeechLM ----------------------------------------------------------------------------------------
-
-    def _start(self, number: int, values: dict[str, Any]) -> None:
-        self._link.request("session", number, values)
 
     def call(self, name: str, /, *args: Any, **values: Any) -> Any:
         """Call a method of the process's `SpeechLM` by its name, or read a property: `call("load_adapter", folder)`,
         `call("adapters")`; `engine.` before the name means the engine's. Arguments and results are copies."""
-        if not isinstance(name, str):
-            raise UserError(f"call was given {repr(name)[:80]}; give the name of a method or a property")
         return self._link.request("call", name, args, values)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -445,19 +417,17 @@ class EngineProcess(Sessions):
         self.close()
 
 
-def _decoder(facts: ModelFacts) -> SoundDecoder[int] | None:
-    """The decoder of coded sound in this process; None where sound comes decoded."""
-    if facts.codec is None or not facts.portable:
-        return None
+def _decoder(name: str) -> SoundDecoder[int]:
+    """The decoder in this process of sound that comes as codes."""
     try:
-        decoder = SoundDecoder[int](load_codec(facts.codec))
+        decoder = SoundDecoder[int](load_codec(name))
         decoder.push({0: [[0] * len(decoder.codec.codebook_sizes)]})  # what is loaded and compiled, nobody waits for
-        decoder.close(0)
-        return decoder
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"codec {facts.codec} cannot decode in this process ({type(error).__name__}: {error})") from error
+        raise UserError(f"codec {name} cannot decode in this process ({type(error).__name__}: {error})") from error
+    decoder.close(0)
+    return decoder
 
 
 _OPEN: set[EngineProcess] = set()

@@ -26,13 +26,14 @@ from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
 from omni.errors import UserError
 from omni.generate.feature_stream import FeatureStream
+from omni.utils.hardware import release_threads
 
 
 class Requests:
     """Written by clients and the sound thread, taken by the stepping thread; `lock` guards all of it.
 
     Attributes:
-        wake: has the stepping thread take them.
+        wake: has the stepping thread take them; closed: nobody does any more.
         seats: of the open conversations.
         asked: questions that were not taken yet; ended: answers that are to end; vacated: seats of conversations that have
             ended; threads: CPU threads of the thread that asked last, 0 before anybody asked.
@@ -42,6 +43,7 @@ class Requests:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.wake: Callable[[], None] = lambda: None
+        self.closed = False
         self.refills: dict[Seat, Refill] = {}
         self.listens: dict[Seat, Listen] = {}
         self.seats: weakref.WeakSet[Seat] = weakref.WeakSet()
@@ -57,14 +59,33 @@ class Requests:
             if not running.left.is_set():
                 running.submitted = True
                 self.asked.append(running)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """From here on the stepping thread computes, with as many threads as this one."""
         self.threads = torch.get_num_threads()
+        release_threads()
+        self.wake()
+
+    def refill(self, refill: Refill) -> None:
+        """Feed what stays of a conversation before its next question, in the time that nobody else needs."""
+        if not self.closed:
+            self.refills[refill.seat] = refill
+            self.wake()
 
     def listen(self, listen: Listen) -> None:
-        """Have a question listened to; what stays of its conversation is fed with it."""
+        """Listen to a conversation's next question while its sound comes, in the time that nobody else needs; what stays of the
+        conversation is fed with it."""
         with self.lock:
-            self.threads = torch.get_num_threads()
-            self.listens[listen.seat] = listen
-            self.refills.pop(listen.seat, None)
+            if not self.closed:
+                self.listens[listen.seat] = listen
+                self.refills.pop(listen.seat, None)
+                self._hand_over()
+
+    def came(self, stream: FeatureStream) -> None:
+        """Note that sound came for a question that is listened to."""
+        if stream.due and not self.closed:
+            self.wake()
 
     def listening(self) -> list[Listen]:
         """The questions that are listened to, in their order; those that nobody wants any more are dropped."""
@@ -100,11 +121,13 @@ class Requests:
         self.wake()
 
     def vacate(self, seat: Seat) -> None:
-        """Have a conversation's slot freed; the stepping thread is not woken."""
+        """Have a conversation's slot freed, at the next step's boundary; what is left of its answer is cancelled."""
         with self.lock:
             self.listens.pop(seat, None)
             self.vacated.append(seat)
             self.seats.discard(seat)
+        if not self.closed:
+            self.wake()
 
 
 TOLD = AHEAD // 4
@@ -355,7 +378,7 @@ class SteppingThread:
             running.stop()
             self._batch.end(running, "cancelled")
         if seat.busy:  # once it has come in
-            self._requests.vacate(seat)
+            self._requests.vacated.append(seat)
         else:
             self._batch.slots.give(seat)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
-from omni.config import ModelConfig
 from omni.errors import BusyError, RoomError, UserError
 
 K = TypeVar("K", bound=Hashable)
@@ -34,30 +32,6 @@ class EngineLost(UserError):
 
 Item = tuple[Any, ...]
 """Content of a message: its name first."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts about the model in the engine's process, for its clients.
-
-    Attributes:
-        shown: its `repr`.
-        codec: the codec's name, None without one; sample_rate: in Hz, and frame_rate: frames a second (0 without one).
-        portable: whether listeners' processes decode.
-    """
-
-    config: ModelConfig
-    shown: str
-    codec: str | None = None
-    sample_rate: int = 0
-    frame_rate: float = 0.0
-    portable: bool = False
-
-    @classmethod
-    def of(cls, config: ModelConfig, shown: str, codec: AudioCodec | None) -> ModelFacts:
-        if codec is None:
-            return cls(config, shown)
-        return cls(config, shown, codec.name, codec.sample_rate, codec.frame_rate, is_portable(codec))
 
 
 class _Pickler(pickle.Pickler):

@@ -15,7 +15,6 @@ import atexit
 import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,6 +36,7 @@ from omni.generate.options import Keywords, SessionOptions, check_numbers, make_
 from omni.generate.question import Asked, Coming, Question, Withdrawn, is_coming, read_question, several
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
 from omni.generate.turn_end import TurnFrames
+from omni.layout import Layout
 from omni.tasks import Task, Turn, find_task
 from omni.text import Tokenizer
 
@@ -434,25 +434,25 @@ class Session:
         await asyncio.to_thread(self.close)
 
 
-class Sessions(ABC):
-    """Base of `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess`: starts sessions."""
+class Sessions:
+    """Base of `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess`: starts sessions.
 
-    tokenizer: Tokenizer
-    _link: Link
+    Attributes:
+        config: the model's.
+        sample_rate: of the answers' sound, in Hz, and frame_rate: frames a second; 0 without a codec.
+    """
+
+    def __init__(self, link: Link, config: ModelConfig, tokenizer: Tokenizer, sample_rate: int, frame_rate: float) -> None:
+        self._link, self.config, self.tokenizer = link, config, tokenizer
+        self.sample_rate, self.frame_rate = sample_rate, frame_rate
 
     @property
-    @abstractmethod
-    def config(self) -> ModelConfig:
-        """The model's."""
+    def layout(self) -> Layout:
+        return self.config.layout
 
-    @property
-    @abstractmethod
-    def sample_rate(self) -> int:
-        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
-
-    @abstractmethod
     def _start(self, number: int, values: dict[str, Any]) -> None:
         """Start a conversation in the engine: `values` are the keywords of `session`, without a `stop` that is a function."""
+        self._link.request("session", number, values)
 
     def _session_of(
         self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull

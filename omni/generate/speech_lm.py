@@ -25,7 +25,6 @@ import torch
 from omni.checkpoint.folder import LoadedFolder, load_folder
 from omni.checkpoint.places import find_adapter
 from omni.codec.base import AudioCodec
-from omni.config import ModelConfig
 from omni.cpu import compiled
 from omni.cpu.int8 import is_int8
 from omni.cpu.products import takes_bf16, use_fast
@@ -43,7 +42,6 @@ from omni.generate.question import SAMPLE_RATE
 from omni.generate.results import Answer
 from omni.generate.session import Session, Sessions
 from omni.generate.speech_time import SpeechTime
-from omni.layout import Layout
 from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
 from omni.lora.peft import check_base, load_adapter
 from omni.model.linears import base_weight, fuse, has_weight, linears_of
@@ -151,10 +149,11 @@ class SpeechLM(Sessions):
                 f"codec {codec.name} has codebooks {tuple(codec.codebook_sizes)}, but the model's audio streams are "
                 f"{layout.codebook_sizes}; use the codec that the model was made with"
             )
-        self.model, self.tokenizer, self.codec = model, tokenizer, codec
+        rates = (0, 0.0) if codec is None else (codec.sample_rate, codec.frame_rate)
+        super().__init__(LocalLink(), model.config, tokenizer, *rates)
+        self.model, self.codec = model, codec
         self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
-        self._link = LocalLink()
         self._engine: Engine | None = None
         self._folder: str | None = None
         self._lock = threading.Lock()
@@ -204,24 +203,6 @@ class SpeechLM(Sessions):
         parts = [f"{parameters / 1e6:.3g}M parameters", codec, f"{self.layout.n_audio} audio + 1 text streams"]
         parts += [dtype, str(model.device), *([f"{len(self.adapters)} adapters"] if self.adapters else [])]
         return f"SpeechLM({', '.join(parts)})"
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
-
-    @property
-    def layout(self) -> Layout:
-        return self.model.layout
-
-    @property
-    def sample_rate(self) -> int:
-        """Sample rate of the answers' sound, in Hz; 0 without a codec."""
-        return 0 if self.codec is None else self.codec.sample_rate
-
-    @property
-    def frame_rate(self) -> float:
-        """Frames a second; 0 without a codec."""
-        return 0.0 if self.codec is None else self.codec.frame_rate
 
     def load_adapter(self, folder: str | os.PathLike[str], name: str | None = None) -> str:
         """Load a LoRA adapter (a folder in PEFT's format), to be selected by name: `session(adapter=name)`. Returns the name.

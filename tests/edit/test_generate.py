@@ -189,10 +189,10 @@ def test_an_answer_that_nobody_takes_leaves_nothing(lm):
     assert not unchanged(lm.model, before)
     del unread
     gc.collect()
-    assert unchanged(lm.model, before) and not lm.engine._requests.seats
+    assert unchanged(lm.model, before) and not lm.engine.requests.seats
     with pytest.raises(UserError, match=r"not finite"):
         lm.session(edits=edits.map(lambda t: t * float("nan")))
-    assert not lm.engine._requests.seats
+    assert not lm.engine.requests.seats
 
 
 @pytest.mark.sampled(1)

@@ -38,7 +38,7 @@ TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, 
 def wait_until_fed(lm: SpeechLM) -> None:
     """Wait until the engine has nothing more to feed ahead."""
     end = time.monotonic() + 20
-    while lm.engine._requests.refills:
+    while lm.engine.requests.refills:
         assert time.monotonic() < end, "what stays was not fed"
         time.sleep(0.001)
 
@@ -263,7 +263,7 @@ def test_adapters_act_on_what_is_fed_ahead_and_may_go(layout: Layout, folders: P
         lm.remove_adapter("mine")
         refill = plan(lm.layout, inside(session)._seat or Seat(0), [*inside(session)._past] * 3, (), inside(session)._selection)
         assert refill is not None
-        lm.engine.refill(refill)
+        lm.engine.requests.refill(refill)
         wait_until_fed(lm)
         with pytest.raises(UserError, match="mine"):
             session.ask(*ASKED[0]).answer()
@@ -293,11 +293,11 @@ def test_a_closed_conversation_is_fed_no_more() -> None:
     refill = plan(lm.layout, inside(session)._seat or Seat(0), inside(session)._past * 3, (), None)
     session.close()
     assert refill is not None
-    lm.engine.refill(refill)
+    lm.engine.requests.refill(refill)
     wait_until_fed(lm)
     assert refill.seat.slot is None and not any(lm.engine._batch.slots.holders)
     lm.engine.close()
-    lm.engine.refill(refill)  # as a listener that comes late: nothing happens
+    lm.engine.requests.refill(refill)  # as a listener that comes late: nothing happens
     wait_until_fed(lm)
 
 

@@ -181,7 +181,7 @@ def hold(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if seed % 2:  # rows move at every question, as they do among many idle ones
         monkeypatch.setattr(Slots, "closer", lambda self, slot, origin: self.lowest(slot))
     going: list[tuple[int, Speaker]] = []
-    with lm.engine._requests.lock:  # some come at the same time
+    with lm.engine.requests.lock:  # some come at the same time
         for number in draw.choices(range(len(SCRIPTS)), k=draw.randint(0, 5)):
             going.append((number, Speaker(lm, SCRIPTS[number])))
             going[-1][1].go_on(1)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
-from omni.config import ModelConfig
 from omni.engine.child import Child
 from omni.engine.process import EngineProcess, PipeLink
 from omni.errors import UserError
@@ -121,19 +120,9 @@ class Here(Sessions):
 
     def __init__(self, lm: SpeechLM) -> None:
         ours, theirs = Pipe()
-        self.lm, self.child, self.tokenizer = lm, Child(theirs, lm, None), lm.tokenizer
-        self._link = PipeLink(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.lm.config
-
-    @property
-    def sample_rate(self) -> int:
-        return self.lm.sample_rate
-
-    def _start(self, number: int, values: dict[str, Any]) -> None:
-        self._link.request("session", number, values)
+        self.child = Child(theirs, lm, None)
+        link = PipeLink(ours, SimpleNamespace(exitcode=0, pid=0, join=lambda *_: None))
+        super().__init__(link, lm.config, lm.tokenizer, lm.sample_rate, lm.frame_rate)
 
 
 def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int]) -> None:
@@ -147,7 +136,7 @@ def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int])
                 listening.push(piece)
             end = time.monotonic() + 20
             while True:
-                (found,) = lm.engine._requests.listening()
+                (found,) = lm.engine.requests.listening()
                 stream = found.stream
                 if stream._came == len(question) and not (stream._lock.locked() or stream.due or found.ready):
                     break

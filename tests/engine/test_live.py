@@ -315,7 +315,7 @@ def test_a_question_that_comes_while_the_engine_closes_is_refused(lm: SpeechLM) 
             said.append(error)
 
     asking = threading.Thread(target=ask, daemon=True)
-    with lm.engine._requests.lock:
+    with lm.engine.requests.lock:
         asking.start()
         time.sleep(0.1)  # it waits for the lock
         lm.engine.close()

@@ -54,7 +54,7 @@ def pieces(clip: Tensor, most: int = 5000, seed: int = 0) -> Iterator[Tensor]:
 
 def wait_until_heard(lm: SpeechLM) -> None:
     """Wait until the engine has encoded and fed all that came."""
-    requests, end = lm.engine._requests, time.monotonic() + 20
+    requests, end = lm.engine.requests, time.monotonic() + 20
     while requests.refills or any(each.stream._lock.locked() or each.stream.due or each.ready for each in requests.listening()):
         assert time.monotonic() < end, "what came was not heard"
         time.sleep(0.001)

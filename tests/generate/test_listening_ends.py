@@ -67,7 +67,7 @@ def test_a_sound_that_is_dropped_leaves_nothing(lm: SpeechLM) -> None:
             same(heard(lm, session, *QUESTIONS[turn], wait=bool(turn % 3)), other.ask(*QUESTIONS[turn]).answer())
             same_cache(lm, session, other)
             same_history(session, other)
-    assert not lm.engine._requests.listening()
+    assert not lm.engine.requests.listening()
 
 
 def test_a_written_question_meanwhile(lm: SpeechLM) -> None:
@@ -105,7 +105,7 @@ def test_a_listening_that_nobody_has_any_more_is_dropped(lm: SpeechLM) -> None:
         listening.push(sound(1.0))
         wait_until_heard(lm)
         del listening
-        assert inside(session)._hears is None and not lm.engine._requests.listening()
+        assert inside(session)._hears is None and not lm.engine.requests.listening()
         same(session.ask(sound(0.5)).answer(), other.ask(sound(0.5)).answer())
         same_cache(lm, session, other)
 
@@ -118,7 +118,7 @@ def test_a_session_that_is_dropped_is_freed(lm: SpeechLM) -> None:
     gone = weakref.ref(session)
     del session, listening
     gc.collect()
-    assert gone() is None and not lm.engine._requests.listening()
+    assert gone() is None and not lm.engine.requests.listening()
     with lm.session(**TALK) as other:
         assert other.ask(sound(0.3)).answer().ended in ("end", "length")
 
@@ -147,7 +147,7 @@ def test_a_stream_that_stalls_blocks_nobody(lm: SpeechLM, end: str) -> None:
         for question, task in QUESTIONS:
             assert other.ask(question, task).answer().ended in ("end", "length")
     getattr(session, end)()
-    assert not lm.engine._requests.listening()
+    assert not lm.engine.requests.listening()
     on.set()
     thread.join(20)
     assert not thread.is_alive() and [event.reason for event in found] == ["cancelled"]
@@ -174,7 +174,7 @@ def test_a_task_that_is_cancelled_while_sound_comes(lm: SpeechLM) -> None:
         wanted = session.ask(sound(0.4)).answer()
     with lm.session(**TALK) as session:
         asyncio.run(run())
-        assert len(session.turns) == 1 and not lm.engine._requests.listening()
+        assert len(session.turns) == 1 and not lm.engine.requests.listening()
 
 
 @pytest.mark.parametrize("close", ["session", "engine"])
@@ -240,7 +240,7 @@ def test_iterators_that_fail_are_listened_to_no_more(lm: SpeechLM) -> None:
         for bad, error in ((breaks(), ZeroDivisionError), (iter([sound(0.5), "text"]), UserError), (iter([]), UserError)):
             with pytest.raises(error):
                 session.ask(bad)
-            assert not lm.engine._requests.listening() and inside(session)._hears is None
+            assert not lm.engine.requests.listening() and inside(session)._hears is None
 
         async def run() -> None:
             async def coming() -> AsyncIterator[Any]:
@@ -251,7 +251,7 @@ def test_iterators_that_fail_are_listened_to_no_more(lm: SpeechLM) -> None:
                 await answered(session, coming())
 
         asyncio.run(run())
-        assert not lm.engine._requests.listening() and inside(session)._hears is None
+        assert not lm.engine.requests.listening() and inside(session)._hears is None
         same(session.ask(sound(0.3)).answer(), other.ask(sound(0.3)).answer())
     with lm.session(**TALK | {"context": 40}) as session:
         with pytest.raises(UserError, match="history and question take"):

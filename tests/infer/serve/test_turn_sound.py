@@ -49,7 +49,7 @@ def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., An
         return with_client(body, host, settings, given)
 
     yield run
-    assert host.stats().sessions == 0 and not chunked.engine._requests.listening()
+    assert host.stats().sessions == 0 and not chunked.engine.requests.listening()
 
 
 @pytest.fixture
