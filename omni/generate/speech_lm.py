@@ -13,8 +13,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -22,7 +25,7 @@ from typing import Any
 
 import torch
 
-from omni.checkpoint.folder import LoadedFolder, load_folder
+from omni.checkpoint.folder import load_folder
 from omni.checkpoint.places import find_adapter
 from omni.codec.base import AudioCodec
 from omni.cpu import compiled
@@ -35,10 +38,9 @@ from omni.engine.conversation import Conversation, LocalLink
 from omni.engine.engine import Engine
 from omni.engine.listener import Listener
 from omni.errors import UserError
-from omni.generate.batch import answer_all, check_lengths, read_batch
 from omni.generate.messages import History, read_history
 from omni.generate.options import AnswerOptions, check_numbers, make_options
-from omni.generate.question import SAMPLE_RATE
+from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session, Sessions
 from omni.generate.speech_time import SpeechTime
@@ -53,63 +55,6 @@ from omni.text import Tokenizer
 from omni.utils.hardware import check_kernels, check_quantize, find_device, find_dtype
 
 LOG = logging.getLogger(__name__)
-
-
-def load_model(
-    folder: str | os.PathLike[str],
-    device: str | int | torch.device,
-    dtype: str | torch.dtype | None,
-    quantize: str | None,
-    codec_folder: str | os.PathLike[str] | None,
-    kernels: str,
-    chunk_ms: int | None = None,
-) -> LoadedFolder:
-    """The parts of a model folder, ready to answer; arguments and errors are those of `SpeechLM.from_pretrained`."""
-    target, weights_dtype = find_device(device, quantize), find_dtype(dtype)
-    check_quantize(quantize, str(target))
-    check_kernels(kernels)
-    starting = threading.Thread(target=compiled.start)
-    if kernels == "fast" and target.type == "cpu":
-        starting.start()  # beside the reading, so that the first question does not wait for it
-    loaded = load_folder(folder, device=target, dtype=weights_dtype, quantize=quantize, codec_folder=codec_folder, mute=True)
-    loaded.model.eval()
-    if chunk_ms is not None:
-        loaded.model.set_chunk(chunk_ms)
-    if kernels == "fast" and target.type == "cpu":
-        if weights_dtype is None and takes_bf16(loaded.model):
-            loaded.model.to(torch.bfloat16)
-            LOG.info("bfloat16, which this processor multiplies faster than float32; dtype float32 keeps float32")
-        use_fast(loaded.model)
-        starting.join()
-        prepare(loaded.model)
-    elif kernels == "fast" and target.type == "cuda":
-        fuse(loaded.model.decoder)
-    return loaded
-
-
-def load_beside(
-    model: SpeechModel, folder: str | os.PathLike[str], name: str | None, own: str | os.PathLike[str] | None = None
-) -> str:
-    """Attaches an adapter to a model of the folder `own`, and leaves the selection as it was; see `SpeechLM.load_adapter`."""
-    folder = find_adapter(folder, own)
-    weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
-    whole = [n for n in weights.whole if n not in weights.copies or not has_weight(model, n, weights.whole[n])]
-    if whole:
-        raise UserError(
-            f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
-            "omni-train convert MODEL TARGET --lora ADAPTER"
-        )
-    linears, selection = linears_of(model), active_names(model)
-    if weights.pairs.keys() <= linears.keys():
-        check_base(weights, lambda target: base_weight(linears[target]), str(folder))
-    pairs = weights.modules()
-    for target, pair in pairs.items():
-        if target in linears:
-            pair.to(model.device, model.decoder.norm.weight.dtype)
-    attach(model, pairs, name)
-    activate(model, *selection)
-    LOG.info("adapter %r of %s is there, for %d linears", name, folder, len(pairs))
-    return name
 
 
 class SpeechLM(Sessions):
@@ -189,9 +134,28 @@ class SpeechLM(Sessions):
         start = time.perf_counter()
         folder = find_model(folder)
         local_path(folder, again=True)
-        loaded = load_model(folder, device, dtype, quantize, codec_folder, kernels, chunk_ms)
+        target, weights_dtype = find_device(device, quantize), find_dtype(dtype)
+        check_quantize(quantize, str(target))
+        check_kernels(kernels)
+        starting = threading.Thread(target=compiled.start)
+        if kernels == "fast" and target.type == "cpu":
+            starting.start()  # beside the reading, so that the first question does not wait for it
+        storage: dict[str, Any] = {"dtype": weights_dtype, "quantize": quantize, "codec_folder": codec_folder}
+        loaded = load_folder(folder, device=target, **storage, mute=True)
+        model = loaded.model.eval()
+        if chunk_ms is not None:
+            model.set_chunk(chunk_ms)
+        if kernels == "fast" and target.type == "cpu":
+            if weights_dtype is None and takes_bf16(model):
+                model.to(torch.bfloat16)
+                LOG.info("bfloat16, which this processor multiplies faster than float32; dtype float32 keeps float32")
+            use_fast(model)
+            starting.join()
+            prepare(model)
+        elif kernels == "fast" and target.type == "cuda":
+            fuse(model.decoder)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
-        lm = cls(loaded.model.eval(), loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
+        lm = cls(model, loaded.tokenizer, loaded.codec, graph=graph, compile=compile, speech_time=spoken)
         lm._folder = folder
         LOG.info("read %s in %.1f s: %s", folder, time.perf_counter() - start, lm)
         return lm
@@ -213,7 +177,25 @@ class SpeechLM(Sessions):
             folder: its path, or, where nothing is there, the name of one in the model's folder (`adapters/NAME`).
             name: by default the folder's own.
         """
-        return load_beside(self.model, folder, name, self._folder)
+        model, folder = self.model, find_adapter(folder, self._folder)
+        weights, name = load_adapter(folder), name or Path(folder).resolve().name.replace(".", "-")
+        whole = [n for n in weights.whole if n not in weights.copies or not has_weight(model, n, weights.whole[n])]
+        if whole:
+            raise UserError(
+                f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
+                "omni-train convert MODEL TARGET --lora ADAPTER"
+            )
+        linears, selection = linears_of(model), active_names(model)
+        if weights.pairs.keys() <= linears.keys():
+            check_base(weights, lambda target: base_weight(linears[target]), str(folder))
+        pairs = weights.modules()
+        for target, pair in pairs.items():
+            if target in linears:
+                pair.to(model.device, model.decoder.norm.weight.dtype)
+        attach(model, pairs, name)
+        activate(model, *selection)  # as it was before
+        LOG.info("adapter %r of %s is there, for %d linears", name, folder, len(pairs))
+        return name
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -274,29 +256,43 @@ class SpeechLM(Sessions):
         check_numbers(batch_size=batch_size)
         if "overflow" in values:
             raise UserError("overflow has no effect on independent questions, which have no turns to forget; leave it out")
-        batch = read_batch(self.model, self.tokenizer, questions, task, sample_rate, seed, adapter, edits, system)
+        values_each = {"tasks": task, "seeds": seed, "adapters": adapter, "edits": edits, "system messages": system}
+        tasks, seeds, adapters, corrections, systems = (one_each(*each, len(questions)) for each in values_each.items())
+        for each in seeds:
+            check_numbers(seed=each)
+        asked = []
+        for number, (question, own_task, text) in enumerate(zip(questions, tasks, systems, strict=True), 1):
+            try:
+                read = read_question(question, own_task, self.model, self.tokenizer, sample_rate)
+            except UserError as error:
+                raise UserError(f"question {number} of {len(questions)}: {error}") from error
+            asked.append(read.after(read_system(text, self.tokenizer)))
         options = make_options(values)
         if options.text_assist:
             raise UserError("text_assist couples the rows of one conversation; a batch of questions goes without")
-        for own in batch.edits:
+        for own in corrections:
             self._bases.check(self.model, own)
-        lengths = [len(prompt(self.layout, asked.turn)) for asked in batch.asked]
-        context = self.config.decoder.context
-        check_lengths(lengths, context)
-        most = max((options.limits(a.task, self.codec, self.layout.max_delay)[1] for a in batch.asked), default=0)
+        lengths, context = [len(prompt(self.layout, each.turn)) for each in asked], self.config.decoder.context
+        for number, length in enumerate(lengths, 1):
+            if length >= context:
+                raise UserError(
+                    f"question {number} of {len(lengths)} takes {length} positions, but the model's context has {context} "
+                    "and an answer needs some; shorten it, or leave it out"
+                )
+        most = max((options.limits(each.task, self.codec, self.layout.max_delay)[1] for each in asked), default=0)
         room = min(max(lengths, default=0) + most, context)
-        with attached(self.model, batch.edits) as names, kept(self.model, batch.adapters):
-            selection_of(self.model, batch.adapters)  # checks every name before any question is answered
+        with attached(self.model, corrections) as names, kept(self.model, adapters):
+            selection_of(self.model, adapters)  # checks every name before any question is answered
 
-            def session_of(number: int) -> tuple[Session, Listener]:
-                own: dict[str, Any] = {"context": room, "edits": names[number], "pace": "whole", "sound": sound}
-                own_number, whole = self._link.number(), batch.options(number, options)
-                self._link.add(own_number, self._conversation(whole, **own))
-                session = Session(self, own_number, "whole", options.stop_when, sound)
-                return session, session.lay_out(batch.asked[number])
+            def session_of(n: int) -> tuple[Session, Listener]:
+                whole = replace(options, adapter=adapters[n], seed=seeds[n], system=systems[n])
+                number = self._link.number()
+                self._link.add(number, self._conversation(whole, context=room, edits=names[n], pace="whole", sound=sound))
+                session = Session(self, number, "whole", options.stop_when, sound)
+                return session, session.lay_out(asked[n])
 
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            answers = answer_all(self.engine, [partial(session_of, number) for number in order], batch_size)
+            answers = answer_all(self.engine, [partial(session_of, n) for n in order], batch_size)
         return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
 
     # --- edits --------------------------------------------------------------------------------------------------------
@@ -333,3 +329,69 @@ class SpeechLM(Sessions):
         if before is not None:
             before.close()
         return self._engine
+
+
+def one_each(noun: str, value: Any, count: int) -> list[Any]:
+    """Expands a value given once for all questions, or one per question, to a list; UserError for another number of values."""
+    each = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value] * count
+    if len(each) != count:
+        raise UserError(f"{len(each)} {noun} for {count} questions; give one for all, or one each")
+    return each
+
+
+CHECK_SECONDS = 0.1
+"""Seconds between two calls of the check in `checked`."""
+_CHECK: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+
+
+@contextmanager
+def checked(check: Callable[[], None]) -> Iterator[None]:
+    """A context in which whoever waits for a batch of answers calls `check` again and again; what it raises ends the batch."""
+    token = _CHECK.set(check)
+    try:
+        yield
+    finally:
+        _CHECK.reset(token)
+
+
+PART = 8
+"""Where one of that many parts of the places is free, the next questions come in together."""
+
+
+def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, Listener]]], at_once: int) -> list[Answer]:
+    """One answer per question, in their order; as some end, others take their places.
+
+    Args:
+        questions: each gives its session and the question laid out in it.
+        at_once: number of questions that are answered at a time.
+    """
+    todo, answers = deque(enumerate(questions)), {}
+    under: dict[int, tuple[Session, Listener]] = {}
+    ended, check = threading.Event(), _CHECK.get()
+    try:
+        while todo or under:
+            free = at_once - len(under)
+            if todo and (not under or free >= max(1, at_once // PART)):
+                new = {number: question() for number, question in (todo.popleft() for _ in range(min(free, len(todo))))}
+                under |= new
+                for _, answer in new.values():
+                    answer.wake = partial(_set_at_end, answer, ended)
+                engine.ask([session.begin(answer, "lay_out") for session, answer in new.values()])
+            while not ended.wait(None if check is None else CHECK_SECONDS):
+                if check is not None:
+                    check()
+            ended.clear()
+            for number, (session, answer) in list(under.items()):
+                if answer.ended:
+                    answers[number] = session.whole(session.events_of(answer), answer)
+                    session.close()
+                    del under[number]
+    finally:
+        for session, _ in under.values():
+            session.close()
+    return [answers[number] for number in sorted(answers)]
+
+
+def _set_at_end(answer: Listener, ended: threading.Event) -> None:
+    if answer.ended:
+        ended.set()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from omni.engine.batch import Slots
-from omni.engine.engine import Engine
+from omni.engine.stepping import Requests
 from omni.errors import SoundWarning, UserError
 from omni.generate import listening
 from omni.generate.results import Ended
@@ -308,7 +308,7 @@ def test_a_model_without_a_streaming_encoder_gathers(monkeypatch: pytest.MonkeyP
     told: list[str] = []
     monkeypatch.setattr(listening.LOG, "info", lambda text, *values: told.append(text % values))
     listening._tell_whole.cache_clear()
-    monkeypatch.setattr(Engine, "listen", lambda self, listen: pytest.fail("the engine listens"))
+    monkeypatch.setattr(Requests, "listen", lambda self, listen: pytest.fail("the engine listens"))
     with lm.session(**TALK) as session, lm.session(**TALK) as other:
         for question, task in QUESTIONS:
             same(heard(lm, session, question, task, wait=False), other.ask(question, task).answer())

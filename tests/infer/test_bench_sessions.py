@@ -253,7 +253,7 @@ class FakeProcess(FakeEngine):
     """What the command asks of an `EngineProcess`; its process is this one."""
 
     codec, frame_rate, decoding, pid = "codec2", 25.0, 0.0, os.getpid()
-    facts = SimpleNamespace(shown="SpeechLM(tiny)")
+    shown = "SpeechLM(tiny)"
 
     def __init__(self, started: dict[str, Any]) -> None:
         super().__init__([0.0] * 5)

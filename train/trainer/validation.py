@@ -26,8 +26,7 @@ from omni.checkpoint.tensors import NotFinite
 from omni.codec.base import AudioCodec
 from omni.config import ModelConfig
 from omni.errors import UserError
-from omni.generate.batch import checked
-from omni.generate.speech_lm import SpeechLM
+from omni.generate.speech_lm import SpeechLM, checked
 from omni.model.speech_model import SpeechModel
 from omni.tasks import find_task
 from omni.text import Tokenizer

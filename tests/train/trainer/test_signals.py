@@ -126,7 +126,7 @@ def test_a_second_ctrl_c_says_what_is_lost(
 
 def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a batch of answers asks again and again whether it is still wanted."""
-    from omni.generate import batch
+    from omni.generate import speech_lm
 
     class Engine:
         def ask(self, running: object) -> None: ...
@@ -147,8 +147,8 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
         if len(looks) == 3:
             raise BrokenOff
 
-    monkeypatch.setattr(batch, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(speech_lm, "CHECK_SECONDS", 0.01)
     ask: Callable = lambda: (Session(), answer)  # noqa: E731
-    with pytest.raises(BrokenOff), batch.checked(check):
-        batch.answer_all(Engine(), [ask, ask], 2)  # type: ignore[arg-type]
+    with pytest.raises(BrokenOff), speech_lm.checked(check):
+        speech_lm.answer_all(Engine(), [ask, ask], 2)  # type: ignore[arg-type]
     assert len(closed) == 2
