@@ -31,11 +31,11 @@ from omni.engine.prefill_ahead import Listen, plan
 from omni.engine.wire import is_portable
 from omni.errors import UserError
 from omni.generate.answer_stream import DeliveredPart
-from omni.generate.feature_stream import FeatureStream, KnownFeatures
 from omni.generate.history import Exchange, Past, check_room, fit
+from omni.generate.listening import FeatureStream
 from omni.generate.messages import Message, messages, save_conversation
 from omni.generate.options import AnswerOptions
-from omni.generate.question import Asked, read_system
+from omni.generate.question import Asked, KnownFeatures, read_system
 from omni.generate.reply import Limits, Reply
 from omni.generate.results import Clock, Ended, Reason
 from omni.generate.rows import Start

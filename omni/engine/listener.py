@@ -9,17 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omni.engine.answer import Pace
 from omni.engine.wire import CodedSound, EngineLost
 from omni.generate.question import Asked
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
 from omni.generate.turn_end import TurnFrames
-
-if TYPE_CHECKING:
-    from omni.generate.listening import Listening
-
 
 EVERY = 16
 """Events after which their number is told to an engine in another process; a quarter of what a row is written ahead."""
@@ -79,7 +75,6 @@ class Listener:
     Attributes:
         taken: number of events that were taken; `reported`, of which the engine knows.
         started: whether it was asked for; cancelled: is to stop; settled: is in the history.
-        listening: its question, where that was read from an iterator, and nobody else has it.
         wake: called when there is an event.
         reader: thread that waits for an event, 0 for none; -1 for a task.
     """
@@ -102,7 +97,6 @@ class Listener:
         self.pace, self.rate, self.stop_when = pace, rate, stop_when
         self.taken = self.reported = self.reader = 0
         self.cancelled = self.settled = self.started = False
-        self.listening: Listening | None = None
         self.wake: Callable[[], None] | None = None
         self.changed = threading.Condition(threading.RLock())
         self._link = link

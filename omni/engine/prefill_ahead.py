@@ -21,8 +21,8 @@ import torch
 
 from omni.engine.answer import Seat
 from omni.errors import UserError
-from omni.generate.feature_stream import FeatureStream
 from omni.generate.history import Exchange, Key, dropped_for, forgotten, lay_out
+from omni.generate.listening import FeatureStream
 from omni.generate.prefill import Prefill, pack
 from omni.generate.question import Asked, encode_questions, is_finite
 from omni.generate.runner import Runner

@@ -25,7 +25,7 @@ from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
 from omni.errors import UserError
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.listening import FeatureStream
 from omni.utils.hardware import release_threads
 
 

@@ -89,10 +89,20 @@ class AnswerStream:
     def _ask(self) -> Iterator[Event]:
         """Read the question and give it to the engine."""
         try:
+            if self._is_coming:
+                listening = self._listen()
+                try:
+                    listening.take(self._question)
+                finally:
+                    self._session.end_reading(listening)
+                self._question = listening
             running = self._read()
+            self._session.begin(running)
         except Withdrawn:
             return iter([Ended("cancelled", Timings())])
-        self._session.begin(running)
+        except BaseException:
+            self.close()
+            raise
         events: Iterator[Event] = self._session.events_of(running)
         return events
 
@@ -157,6 +167,10 @@ class AnswerStream:
 
     # --- the question -------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_coming(self) -> bool:
+        return is_coming(self._question) and find_task(self._task).question != "text"
+
     async def _begin(self) -> None:
         """Read the question and give it to the engine."""
         for _ in range(_TURNS):
@@ -167,7 +181,7 @@ class AnswerStream:
         if self.running is not None:  # asked before the loop ran
             self._attend(self.running)
             return
-        if is_coming(self._question) and find_task(self._task).question != "text":
+        if self._is_coming:
             await self._take()
         running = await asyncio.to_thread(self._read)
         self._attend(running)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from numbers import Number
 from typing import Any
 
@@ -24,7 +25,6 @@ from omni.audio.waveform import as_piece, is_waveform, read_sound, unwrap, whole
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound
 from omni.errors import UserError, warn_about_sound
-from omni.generate.feature_stream import KnownFeatures
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
@@ -178,6 +178,22 @@ def longest(config: ModelConfig) -> float:
     if encoder.long_audio == "refuse":
         return encoder.window_seconds
     return config.decoder.context * config.projector.stack / encoder.frames_per_second
+
+
+_SOUNDS = count()
+
+
+def new_sound() -> int:
+    """A number for a spoken question's features, that no other of this process has."""
+    return next(_SOUNDS)
+
+
+@dataclass(frozen=True)
+class KnownFeatures:
+    """Features [N, W] so far of a question that is still coming, and the number by which its stream has them."""
+
+    number: int
+    features: Tensor
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from omni.generate.answer_stream import AnswerStream, DeliveredPart, joined
 from omni.generate.listening import AudioSoFar, Listening
 from omni.generate.messages import History, Message
 from omni.generate.options import Keywords, SessionOptions, check_numbers, make_options
-from omni.generate.question import Asked, Coming, Question, Withdrawn, is_coming, read_question, several
+from omni.generate.question import Asked, Coming, Question, Withdrawn, read_question, several
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
 from omni.generate.turn_end import TurnFrames
 from omni.layout import Layout
@@ -130,7 +130,7 @@ class Session:
 
     def read(
         self,
-        question: Question | Coming | Listening | AudioSoFar,
+        question: Question | Listening | AudioSoFar,
         task: Task | str,
         sample_rate: int,
         seed: int | None = None,
@@ -142,25 +142,6 @@ class Session:
             check_numbers(seed=seed)
         self.check()
         self.commit()
-        if isinstance(question, Iterator) and is_coming(question) and find_task(task).question != "text":
-            listening = self.begin_reading(task, sample_rate)
-            try:
-                try:
-                    listening.take(question)
-                finally:
-                    self.end_reading(listening)
-                answer = self._read(listening, task, sample_rate, seed, gone)
-                answer.listening = listening
-                return answer
-            except BaseException:
-                listening.drop()
-                raise
-        return self._read(question, task, sample_rate, seed, gone)
-
-    def _read(
-        self, question: Any, task: Task | str, sample_rate: int, seed: int | None, gone: Callable[[], bool] | None
-    ) -> Listener:
-        """`read` of what has come."""
         clock = Clock()
         if isinstance(question, Listening):
             asked = question.asked(self, find_task(task))
@@ -242,8 +223,6 @@ class Session:
                 self._sound = None
             return reply
         except Exception:  # it was refused, and nothing is left of it there
-            if answer.listening is not None:
-                answer.listening.drop()
             answer.settled = True
             answer.end(Ended("cancelled", Timings()))
             raise

@@ -18,7 +18,7 @@ from omni.edit.deltas import Delta, Edits
 from omni.engine.prefill_ahead import Listen
 from omni.engine.stepping import Requests
 from omni.errors import SoundWarning
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.listening import FeatureStream
 from omni.generate.question import Asked, encode_questions
 from omni.generate.results import Clock
 from omni.generate.session import Session

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from omni.engine.batch import Slots
+from omni.engine.engine import Engine
 from omni.engine.stepping import Requests
 from omni.errors import SoundWarning, UserError
 from omni.generate import listening

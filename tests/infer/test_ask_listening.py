@@ -22,7 +22,7 @@ from infer.audio import PipeReader
 from omni.audio.io import read_audio
 from omni.audio.wav import SampleForm, wav_form
 from omni.checkpoint.folder import save_folder
-from omni.generate.feature_stream import FeatureStream
+from omni.generate.listening import FeatureStream
 from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY, tiny_model, write_question
