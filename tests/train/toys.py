@@ -49,7 +49,7 @@ from train.objective.objective import HEADS, Losses
 from train.trainer.build import build_loop, process_group
 from train.trainer.initial_model import apply_lora
 from train.trainer.parts import Callback, Outcome, Parts
-from train.trainer.profiler import NONE
+from train.trainer.usage import NONE
 
 STREAMS, TASKS, WORDS, WIDTH = ("audio0", "text"), ("A1A2", "T1T2"), 17, 32
 OF_THE_MACHINE = {"seconds", "tokens_per_second", "data_wait", "memory/peak"}

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import signal
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,7 @@ class ExperimentCounts:
 
     @property
     def tasks(self) -> list[str]:
-        return list(next(iter(self.counts.values())))
+        return list(self.counts[self.methods[0]])
 
     def share(self, method: str, task: str) -> Figure:
         """Exact match of a method on a task, with its interval."""
@@ -115,41 +117,29 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
     files = sorted((folder / ANSWERS).glob("step-*.jsonl"))
     if not files:
         raise UserError(f"{folder} has no answers; set validation.questions above 0 and validation.at_end to true")
-    counts: dict[str, np.ndarray] = {}
-    for line in files[-1].read_text(encoding="utf-8").split("\n"):  # not `splitlines`: answers may hold other separators
-        if not line:
-            continue
-        record = json.loads(line)
-        if record["exact"] is not None:
-            for task in (record["task"], ALL):
-                counts.setdefault(task, np.zeros(2))
+    counts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+    with open(files[-1], encoding="utf-8") as lines:  # not `splitlines`: answers may hold other separators
+        for record in map(json.loads, lines):
+            for task in (record["task"], ALL) if record["exact"] is not None else ():
                 counts[task] += (record["exact"], 1)
     return dict(sorted(counts.items(), key=lambda item: item[0] == ALL))
 
 
 def write(experiment: ExperimentCounts, out: Path) -> None:
-    """Writes all figures as JSON, and the picture."""
-    data = {
-        "seeds": experiment.seeds,
-        "methods": {
-            m: {
-                t: {
-                    "exact_match": asdict(experiment.share(m, t)),
-                    "more_than_" + experiment.methods[0]: asdict(experiment.gain(m, t)),
-                    "by_seed": counts.tolist(),
-                }
-                for t, counts in of.items()
+    """Writes all figures as JSON, and the picture: exact match of every method by task, a point for each seed, and all together
+    with the interval."""
+    first, methods = experiment.methods[0], dict[str, dict[str, Any]]()
+    for method, by_task in experiment.counts.items():
+        methods[method] = {
+            task: {
+                "exact_match": asdict(experiment.share(method, task)),
+                f"more_than_{first}": asdict(experiment.gain(method, task)),
+                "by_seed": counts.tolist(),
             }
-            for m, of in experiment.counts.items()
-        },
-    }
-    write_json(out / JSON, data)
-    draw(experiment, out / PICTURE)
-
-
-def draw(experiment: ExperimentCounts, file: Path) -> Path:
-    """Draws exact match of every method by task: a point for each seed, and all together with the interval."""
-    with drawn(file, size=(8, 4)) as axes:
+            for task, counts in by_task.items()
+        }
+    write_json(out / JSON, {"seeds": experiment.seeds, "methods": methods})
+    with drawn(out / PICTURE, size=(8, 4)) as axes:
         axis, room = axes[0, 0], 0.8 / len(experiment.methods)
         for i, method in enumerate(experiment.methods):
             for j, task in enumerate(experiment.tasks):
@@ -161,19 +151,16 @@ def draw(experiment: ExperimentCounts, file: Path) -> Path:
         axis.set_xticks(range(len(experiment.tasks)), experiment.tasks)
         axis.set(ylim=(0, 1.03), ylabel="exact match, held out")
         axis.set_title(f"balance of the tasks: {len(experiment.seeds)} seeds, equal steps")
-    return file
 
 
 def shown(experiment: ExperimentCounts) -> tuple[str, tuple[str, ...], list[list[str]]]:
     """The figures as a table: title, columns, rows."""
     first, rows = experiment.methods[0], []
-    for task in experiment.tasks:
-        for method in experiment.methods:
-            own, more = experiment.share(method, task), experiment.gain(method, task)
-            row = [task, method, percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
-            points = f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"
-            row += ["", ""] if method == first else [f"{100 * more.value:+.1f} points", points]
-            rows.append(row)
+    for task, method in product(experiment.tasks, experiment.methods):
+        own, more = experiment.share(method, task), experiment.gain(method, task)
+        points = [f"{100 * more.value:+.1f} points", f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"]
+        own_points = [percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
+        rows.append([task, method, *own_points, *(["", ""] if method == first else points)])
     columns = ("task", "method", "exact match", "95 % by seeds", f"more than {first}", "95 %, paired")
     return f"exact match, held out, {len(experiment.seeds)} seeds", columns, rows
 

@@ -39,8 +39,7 @@ from train.trainer.build import with_alignment
 from train.trainer.initial_model import apply_lora, build_initial, shape_of, stored_padded, teacher_of
 from train.trainer.metrics import StepFlops
 from train.trainer.preflight import check_machine, check_start
-from train.trainer.profiler import step_range
-from train.trainer.usage import is_out_of_memory, out_of_memory
+from train.trainer.usage import is_out_of_memory, out_of_memory, step_range
 
 T = TypeVar("T")
 

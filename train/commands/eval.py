@@ -22,7 +22,7 @@ from train.eval.run import evaluate
 
 if TYPE_CHECKING:
     from train.eval.measures import Figure
-    from train.eval.report import Comparison, Run
+    from train.eval.report import Run
 
 
 DIGITS = "spoken-digits"
@@ -31,9 +31,10 @@ DIGITS = "spoken-digits"
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; prints the figures and where the files are."""
-    if any(argument == "--compare" or argument.startswith("--compare=") for argument in argv):
+    names = {argument.partition("=")[0] for argument in argv}
+    if "--compare" in names:
         return _compare(argv)
-    if any(argument == "--turn_ends" or argument.startswith("--turn_ends=") for argument in argv):
+    if "--turn_ends" in names:
         return _evaluate_turn_ends(argv)
     parser = _parser()
     chosen = parser.read(argv)
@@ -134,17 +135,16 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
     parser.add_argument("--chunk_ms", type=int, help="how much the encoder hears at once (default: as stored)")
     chosen = parser.read(argv)
     check_least(chosen, limit=1)
-    model = chosen["turn_ends"]
+    model, voices, digits = chosen["turn_ends"], chosen["voices"], None
     check_folder(model)
     file = chosen["config"] or model.parent / "config.yaml"
-    voices, digits = chosen["voices"], None
-    if file.is_file() or voices is None:
-        if not file.is_file():
-            raise UserError(f"{file} does not exist; give the run's configuration with --config, or name --voices")
+    if file.is_file():
         data = read_fit_config([str(file)])[0].data
         digits = next((source.made for source in data.sources if hasattr(source.made, "paused_questions")), None)
-        if digits is None and voices is None:
-            raise UserError(f"{file} has no source of kind {DIGITS}: name --voices that training did not have")
+    if digits is None and voices is None:
+        other = f"has no source of kind {DIGITS}: name --voices that training did not have"
+        absent = "does not exist; give the run's configuration with --config, or name --voices"
+        raise UserError(f"{file} {other if file.is_file() else absent}")
     digits = digits or SourceConfig(DIGITS).made
     with importing():
         from omni.checkpoint.folder import read_config
@@ -173,13 +173,16 @@ def _compare(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=given_path, help="folder for table and picture (default: compared_with_A in OUT_B)")
     chosen = parser.read(argv)
     with importing():
-        from train.eval.report import compare, write_comparison
+        from train.eval.report import change_table, compare, write_comparison
 
     before, after = chosen["compare"]
     comparison = compare(before, after)
     out = chosen["out"] or after / f"compared_with_{before.resolve().name}"
     write_comparison(comparison, out)
-    _show_comparison(comparison)
+    title = f"A {comparison.names[0]}, B {comparison.names[1]}: {comparison.common} questions, differences are B - A"
+    print_table(title, *change_table(comparison.changes, "A", "B"))
+    for note in comparison.notes:
+        print(note)
     print(f"table and picture: {out}")
     return 0
 
@@ -200,12 +203,3 @@ def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
         first = run.broken[0]
         print(f"broken rows left out: {len(run.broken)}, the first: {first['where']}: {first['broken']}")
     print(f"report, answers and picture: {run.folder} (figures also in {REPORT})")
-
-
-def _show_comparison(comparison: Comparison) -> None:
-    from train.eval.report import change_table
-
-    title = f"A {comparison.names[0]}, B {comparison.names[1]}: {comparison.common} questions, differences are B - A"
-    print_table(title, *change_table(comparison.changes, "A", "B"))
-    for note in comparison.notes:
-        print(note)

@@ -7,7 +7,6 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from omni.checkpoint.places import ADAPTERS, check_folder
@@ -25,7 +24,17 @@ from train.convert.options import ConvertOptions, check
 
 def run_convert(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code."""
-    source, target, options = parse_convert(argv)
+    formats = ", ".join(f"{name} ({description})" for name, description in KINDS.items())
+    parser = ConfigParser(
+        prog="omni-train convert",
+        description="`omni-train convert SOURCE TARGET`: convert weights of other projects into a model folder, and out again. "
+        f"Kinds: {formats}.",
+    )
+    parser.add_argument("source", type=given_path, help="a file or folder of weights")
+    parser.add_argument("target", type=given_path, help="the folder to write")
+    parser.add_config(ConvertOptions)
+    values = parser.read(argv)
+    source, target, options = values["source"], values["target"], parser.configuration()
     check(source, target, options)
     with importing():
         from train.convert.convert import convert
@@ -45,21 +54,6 @@ def run_convert(argv: Sequence[str]) -> int:
         print(f"note: {source / ADAPTERS} stays behind: copy it to {target} where its adapters still fit", file=sys.stderr)
     print(f"{size / 1e9:.2f} GB in {duration(seconds)} ({size / 1e6 / max(seconds, 1e-3):.0f} MB/s)")
     return 0
-
-
-def parse_convert(argv: Sequence[str]) -> tuple[Path, Path, ConvertOptions]:
-    """Parses source, target and options; UserError where they are not valid."""
-    formats = ", ".join(f"{name} ({description})" for name, description in KINDS.items())
-    parser = ConfigParser(
-        prog="omni-train convert",
-        description="`omni-train convert SOURCE TARGET`: convert weights of other projects into a model folder, and out again. "
-        f"Kinds: {formats}.",
-    )
-    parser.add_argument("source", type=given_path, help="a file or folder of weights")
-    parser.add_argument("target", type=given_path, help="the folder to write")
-    parser.add_config(ConvertOptions)
-    values = parser.read(argv)
-    return values["source"], values["target"], parser.configuration()
 
 
 def run_push(argv: Sequence[str]) -> int:

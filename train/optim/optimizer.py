@@ -38,14 +38,6 @@ class UncapturedAdamW(torch.optim.AdamW):
     _cuda_graph_capture_health_check = _accelerator_graph_capture_health_check  # in torch 2.11
 
 
-def _adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return UncapturedAdamW(groups, lr=config.lr, betas=config.betas, fused=True)
-
-
-def _muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return BatchedMuon(groups, lr=config.muon_lr)
-
-
 def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW with its state in 8 bits (Dettmers et al. 2022), in memory that a GPU may move to the host."""
     silence("bitsandbytes.backends.cpu.ops")
@@ -71,14 +63,12 @@ def _paged_adamw_8bit(groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         return PagedAdamW(groups, lr=config.lr, betas=config.betas)
 
 
-Rules = Mapping[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]]
-"""Functions that make an optimizer of parameter groups, by name of the rule."""
-
-RULES: Rules = {
-    "adamw": _adamw,
-    "muon": _muon,
+RULES: Mapping[str, Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": lambda groups, config: UncapturedAdamW(groups, lr=config.lr, betas=config.betas, fused=True),
+    "muon": lambda groups, config: BatchedMuon(groups, lr=config.muon_lr),
     "paged_adamw_8bit": _paged_adamw_8bit,
 }
+"""Functions that make an optimizer of parameter groups, by name of the rule."""
 
 STATE_KEYS = {"adamw": "exp_avg", "muon": "momentum_buffer", "paged_adamw_8bit": "state1"}
 """An entry that each rule's state of a parameter has, and that of the others has not."""
@@ -93,12 +83,12 @@ class Optimizers(torch.optim.Optimizer):
 
     skip: Tensor | None = None
 
-    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig, rules: Rules = RULES) -> None:
+    def __init__(self, groups: list[dict[str, Any]], config: OptimizerConfig) -> None:
         super().__init__(groups, {})
         self.inner: dict[str, torch.optim.Optimizer] = {}
         for rule in dict.fromkeys(g["rule"] for g in self.param_groups):
             # The inner optimizer adds its defaults to these same dictionaries; its state is ours (`_share`).
-            self.inner[rule] = rules[rule]([g for g in self.param_groups if g["rule"] == rule], config)
+            self.inner[rule] = RULES[rule]([g for g in self.param_groups if g["rule"] == rule], config)
         self._share()
 
     def _share(self) -> None:
@@ -113,12 +103,10 @@ class Optimizers(torch.optim.Optimizer):
     @torch.no_grad()
     def allocate(self, p: nn.Parameter) -> None:
         """Make the state of a parameter as its rule does at a first step, where the rule can be asked to (bitsandbytes')."""
-        for inner in self.inner.values():
-            init: Callable[..., None] | None = getattr(inner, "init_state", None)
-            for number, group in enumerate(inner.param_groups if init is not None else ()):
-                index = next((i for i, own in enumerate(group["params"]) if own is p), None)
-                if index is not None and init is not None:
-                    init(group, p, number, index)
+        for inner in [inner for inner in self.inner.values() if hasattr(inner, "init_state")]:
+            for number, group in enumerate(inner.param_groups):
+                for index in [i for i, own in enumerate(group["params"]) if own is p]:
+                    inner.init_state(group, p, number, index)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -167,13 +155,9 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
         key = "muon_lr" if rule == "muon" else "lr"
         lr = getattr(config if getattr(own, key) is None else own, key)
         used.add((own.pattern, key))
-        decay = own.weight_decay if own.weight_decay is not None else config.weight_decay
-        decay = decay if matrix else 0.0
-        members = groups.setdefault(
-            (rule, lr, decay),
-            {"params": [], "rule": rule, "lr": lr, "base_lr": lr, "weight_decay": decay},
-        )
-        members["params"].append(p)
+        decay = 0.0 if not matrix else config.weight_decay if own.weight_decay is None else own.weight_decay
+        members = {"params": [], "rule": rule, "lr": lr, "base_lr": lr, "weight_decay": decay}
+        groups.setdefault((rule, lr, decay), members)["params"].append(p)
     for group in config.groups:
         for key, other in (("lr", "muon_lr"), ("muon_lr", "lr")):
             if getattr(group, key) is not None and (group.pattern, key) not in used and (group.pattern, other) in used:
@@ -185,15 +169,11 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
 
 
 def build_optimizer(
-    params: Params,
-    config: OptimizerConfig,
-    precision: str = "32-true",
-    also: Mapping[str, str] | None = None,
-    rules: Rules = RULES,
+    params: Params, config: OptimizerConfig, precision: str = "32-true", also: Mapping[str, str] | None = None
 ) -> Optimizers:
     """Build the optimizer of a run over the trainable parameters; Muon's iteration runs in bf16 where the run's precision
     is."""
-    optimizer = Optimizers(parameter_groups(params, config, also), config, rules)
+    optimizer = Optimizers(parameter_groups(params, config, also), config)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
             inner.half = precision.startswith("bf16")
@@ -208,11 +188,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 def describe(groups: Iterable[Mapping[str, Any]]) -> str:
     """Describe the groups in one line: rule, learning rate, weight decay and number of parameters of each."""
-    parts = [
-        f"{g['rule']} lr {g['base_lr']:g} decay {g['weight_decay']:g}: {sum(p.numel() for p in g['params']) / 1e6:.2f} M"
-        for g in groups
-    ]
-    return "; ".join(parts)
+    sizes = [(g, sum(p.numel() for p in g["params"]) / 1e6) for g in groups]
+    return "; ".join(f"{g['rule']} lr {g['base_lr']:g} decay {g['weight_decay']:g}: {size:.2f} M" for g, size in sizes)
 
 
 class BatchedMuon(torch.optim.Muon):
@@ -255,12 +232,9 @@ class BatchedMuon(torch.optim.Muon):
 
 
 def orthogonalize(
-    matrices: Tensor,
-    coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
-    steps: int = 5,
-    eps: float = 1e-7,
+    matrices: Tensor, coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315), steps: int = 5, eps: float = 1e-7,
     half: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Run the quintic Newton-Schulz iteration X <- a X + (b G + c G^2) X with G = X X^T on matrices [N, m, n], m <= n.
 
     Brings every singular value near 1. Coefficients: K. Jordan, "Muon" (2024). fp32 on the CPU unless `half`, else bf16.

@@ -56,10 +56,18 @@ from train.trainer.metrics import StepFlops, StepHealth, StepMetrics
 from train.trainer.parts import CALLBACKS, Callback, Callbacks, Figures, Outcome, Parts
 from train.trainer.plots import pictures
 from train.trainer.preflight import check_machine, check_resume, check_start
-from train.trainer.profiler import NONE, StepProfiler, step_range
 from train.trainer.signals import Stop
 from train.trainer.step import Feed, GuardedStep, PlainStep, Step, TimedStep
-from train.trainer.usage import Usage, is_out_of_memory, is_worker_lost, out_of_memory, worker_lost
+from train.trainer.usage import (
+    NONE,
+    StepProfiler,
+    Usage,
+    is_out_of_memory,
+    is_worker_lost,
+    out_of_memory,
+    step_range,
+    worker_lost,
+)
 from train.trainer.validation import RunValidation, Validator, answering_type, build_held_out, check_metric, outer_batches
 
 MODEL = "model"
@@ -74,7 +82,7 @@ def fit(config: FitConfig, callbacks: Sequence[Callback] = (), profile: str | No
     Args:
         callbacks: called as the run goes on, beside those that the configuration names, in the first process only; an exception
             in one ends the run.
-        profile: steps of the run to trace, such as "10:15"; see `train.trainer.profiler`.
+        profile: steps of the run to trace, such as "10:15"; see `train.trainer.usage`.
 
     Raises:
         UserError: whatever is wrong with configuration, data or disk, in all processes alike; OutOfMemory in this one.

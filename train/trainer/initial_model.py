@@ -71,21 +71,22 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
     on the meta device, for a process that another one sends them to."""
     torch.manual_seed(seed)
     codec_folder = Path(section.codec_folder) if section.codec_folder else None
+    config, tokenizer = shape_of(section), Tokenizer.from_file(section.tokenizer) if section.tokenizer else None
     if section.start is None:
-        config = changed(preset(str(section.preset)), section)
-        model = SpeechModel(config) if weights else SpeechModel.unfilled(config)
-        return Initial(model, choose_tokenizer(section, config), load_if_given(config.codec, codec_folder), codec_folder)
-    check_full_precision(section.start, "training")
+        check_tokenizer(section, config)
+        model, codec = (
+            SpeechModel(config) if weights else SpeechModel.unfilled(config),
+            load_if_given(config.codec, codec_folder),
+        )
+        return Initial(model, tokenizer or Tokenizer.bytes(), codec, codec_folder)
     loaded = load_folder(section.start, codec_folder=codec_folder, weights=weights)
-    config = continued(loaded.config, section)
     own = local_path(section.start) / CODEC
-    tokenizer = Tokenizer.from_file(section.tokenizer) if section.tokenizer else loaded.tokenizer
     if not weights:
         model = SpeechModel.unfilled(config)
     else:
         model = loaded.model.float() if config == loaded.config else _with_weights(config, loaded.model)
-    folder = codec_folder or (own if own.is_dir() else None)
-    return Initial(model.train(), tokenizer, loaded.codec, folder, loaded.extra, loaded.config.encoder.fixed_length)
+    folder, padded = codec_folder or (own if own.is_dir() else None), loaded.config.encoder.fixed_length
+    return Initial(model.train(), tokenizer or loaded.tokenizer, loaded.codec, folder, loaded.extra, padded)
 
 
 def shape_of(section: ModelSection) -> ModelConfig:
@@ -162,12 +163,6 @@ def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
     return model
 
 
-def choose_tokenizer(section: ModelSection, config: ModelConfig) -> Tokenizer:
-    """Loads the given tokenizer, or returns that of bytes where the text stream has just their ids."""
-    check_tokenizer(section, config)
-    return Tokenizer.bytes() if section.tokenizer is None else Tokenizer.from_file(section.tokenizer)
-
-
 def check_tokenizer(section: ModelSection, config: ModelConfig) -> None:
     """Refuse a model from a preset without a tokenizer, where the text stream has other ids than bytes (UserError)."""
     if section.init_from is None and section.tokenizer is None and config.layout.text.size != BYTES:
@@ -195,14 +190,11 @@ def apply_lora(
     linears = linears_of(model)
     adapter = load_adapter(section.init_from) if section.init_from is not None else None
     targets = list(adapter.pairs) if adapter is not None else list(section.targets)
-    chosen = match_names(
-        targets, list(linears), f"lora.init_from {section.init_from}" if adapter else "lora.targets", noun="linear"
-    )
-    base = (
-        _checked(model, section, adapter, chosen)
-        if group is None
-        else group.broadcast(group.together(lambda: _checked(model, section, adapter, chosen)))
-    )
+    where = f"lora.init_from {section.init_from}" if adapter is not None else "lora.targets"
+    chosen = match_names(targets, list(linears), where, noun="linear")
+    base = _checked(model, section, adapter, chosen) if group is None else 0
+    if group is not None:
+        base = group.broadcast(group.together(lambda: _checked(model, section, adapter, chosen)))
     if section.quantize is not None:
         share = group.broadcast if group is not None and group.world > 1 else None
         names = quantize(model, section.quantize, section.quantize_targets, dtype, share)
@@ -259,11 +251,7 @@ def teacher_of(config: FitConfig, model: SpeechModel, padded: bool) -> Teacher |
 def teacher_checksum(encoder: Encoder, group: ProcessGroup) -> int:
     """CRC-32 of an encoder's weights, of which all processes but the first may lack the values."""
 
-    def checksum() -> int:
-        value = 0
-        for name, tensor in encoder.state_dict().items():
-            value = crc_of(tensor, zlib.crc32(name.encode(), value))
-        return value
-
-    value: int = group.broadcast(group.run_on_first(checksum) or 0)
-    return value
+    value = 0
+    for name, tensor in encoder.state_dict().items() if group.first else ():
+        value = crc_of(tensor, zlib.crc32(name.encode(), value))
+    return group.broadcast(value)

@@ -11,7 +11,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from omni.errors import UserError
+from omni.errors import UserError, in_one_line
 from omni.files import replacing, write_whole
 from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.retention import CONFIG
@@ -104,7 +104,17 @@ class Logs:
         self.tables = {name: CsvTable(folder / name, upto) for name in (METRICS, VALIDATION)}
         self.tables[BALANCE] = CsvTable(folder / BALANCE, upto, KINDS)
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=upto + 1 if upto else 0)
-        self.wandb = _wandb_run(wandb_project, folder, config) if wandb_project else None
+        self.wandb: Any = None
+        if wandb_project:
+            import wandb
+
+            run = {"name": folder.name, "id": run_id(folder), "resume": "allow", "dir": str(folder)}
+            try:
+                self.wandb = wandb.init(project=wandb_project, config=config, **run)
+            except Exception as error:  # of its own kinds: no key, no network, no such project
+                way = "run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline to send it later by `wandb sync`"
+                reason = f"Weights & Biases cannot be reached ({in_one_line(error)[:200]})"
+                raise UserError(f"log.wandb is {wandb_project!r}, and {reason}: {way}") from error
 
     def write(self, table: str, step: int, figures: Mapping[str, float]) -> None:
         """Writes a row of `METRICS`, `VALIDATION` or `BALANCE`."""
@@ -193,21 +203,19 @@ class LogWriter(Observer):
             self.logs.close()
 
 
+@dataclass
 class DataCounts(Observer):
     """Counts what is trained of each source, and the rows that are left out because they are too long or broken, over all
     processes; says each source, task and reason when it first happens. `limit`: share of a source's draws that may be
     broken; `shards`: gives the states of this process's packers."""
 
-    def __init__(
-        self,
-        folder: Path,
-        group: ProcessGroup,
-        shards: Callable[[], Mapping[str, Any]],
-        say: Callable[[str], None],
-        limit: float,
-    ) -> None:
-        self.folder, self.group, self.shards, self.say, self.limit = folder, group, shards, say, limit
-        self.number, self.counts = 0, Counts()
+    folder: Path
+    group: ProcessGroup
+    shards: Callable[[], Mapping[str, Any]]
+    say: Callable[[str], None]
+    limit: float
+    number: int = 0
+    counts: Counts = field(default_factory=Counts)
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         """Refuses data of which too many are broken (UserError), in all processes alike."""
@@ -245,19 +253,6 @@ class DataCounts(Observer):
                 self.say(f"{line}; see {self.folder / UNUSED}")
         if self.counts.unused:
             self.group.run_on_first(lambda: write_whole(self.folder / UNUSED, self.counts.table()))
-
-
-def _wandb_run(project: str, folder: Path, config: Any) -> Any:
-    """A run at Weights & Biases, or under the folder's `wandb/` with `WANDB_MODE=offline`; UserError where it cannot begin."""
-    import wandb
-
-    try:
-        return wandb.init(project=project, name=folder.name, id=run_id(folder), resume="allow", dir=str(folder), config=config)
-    except Exception as error:  # of its own kinds: no key, no network, no such project
-        raise UserError(
-            f"log.wandb is {project!r}, and Weights & Biases cannot be reached ({' '.join(str(error).split())[:200]}): run "
-            "`wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline to send it later by `wandb sync`"
-        ) from error
 
 
 def run_id(folder: Path) -> str:

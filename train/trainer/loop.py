@@ -70,11 +70,6 @@ class Loop:
     def average(self) -> Average | None:
         return self.validation.average
 
-    @property
-    def ending(self) -> Iterator[Observer]:
-        """The observers in the order in which something ends."""
-        return reversed(self.observers)
-
     # --- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
@@ -84,7 +79,10 @@ class Loop:
                 outcome = self._train(stop)
             self.group.phase = "upload"
             self.checkpointer.tell_uploads(wait=True)
-            self._say_end(outcome)
+            trained = self.counts.trained()
+            self.progress.close()
+            for line in end_lines(self.position, outcome, self.checkpointer.folder, self.config.lora is not None, trained):
+                self.progress.say(line)
         except KeyboardInterrupt:  # the second Ctrl-C
             self.checkpointer.close(finish=False)
             self.progress.close()
@@ -92,7 +90,7 @@ class Loop:
             raise
         finally:
             self.checkpointer.close(finish=not is_lost(sys.exc_info()[1]))
-            for observer in self.ending:
+            for observer in reversed(self.observers):
                 observer.close()
         return replace(outcome, signal=outcome.signal or stop.number)
 
@@ -105,7 +103,10 @@ class Loop:
                 observer.on_step_begin(position.step + 1)
             step = self._fetch(feed)
             if self.checkpointer.used >= 1 or feed.used_up:  # minutes or rows are spent
-                self._log_rest(feed.used_up)
+                if position.step >= self.health.first_step and position.step % self.config.log.every:
+                    self._log()  # the last steps, which the log lacks
+                if feed.used_up:
+                    self.progress.say(f"after step {position.step}: {USED_UP}")
                 break
             factor = learning_rate(self.config.schedule, self.config.budget, position.step, position.seconds)
             set_learning_rate(self.optimizer, factor)
@@ -120,7 +121,7 @@ class Loop:
                 if self.checkpointer.is_due:
                     self.checkpointer.save(beside=self.checkpointer.used < 1)
                 stopped = self.validation.if_due(stop)
-        for observer in self.ending:
+        for observer in reversed(self.observers):
             observer.on_steps_end()
         self.checkpointer.save()
         exported = None
@@ -128,7 +129,7 @@ class Loop:
             stopped, exported = self._finish(stop)
         assert self.checkpointer.saved is not None
         outcome = Outcome(position.step, stopped, self.checkpointer.saved, exported, position.figures)
-        for observer in self.ending:
+        for observer in reversed(self.observers):
             observer.on_end(outcome)
         return outcome
 
@@ -145,7 +146,7 @@ class Loop:
             figures = self._log()
         self.group.phase = "callbacks"
         with self._saved_if_refused():
-            for observer in self.ending:
+            for observer in reversed(self.observers):
                 observer.on_step(step, figures)
 
     def _log(self) -> Figures:
@@ -156,14 +157,6 @@ class Loop:
             for observer in self.observers:
                 observer.on_log(self.position.step, figures)
         return figures
-
-    def _log_rest(self, used_up: bool) -> None:
-        """Writes the row of the last steps, which the log lacks."""
-        step = self.position.step
-        if step >= self.health.first_step and step % self.config.log.every:
-            self._log()
-        if used_up:
-            self.progress.say(f"after step {step}: {USED_UP}")
 
     @contextmanager
     def _saved_if_refused(self) -> Iterator[None]:
@@ -189,11 +182,3 @@ class Loop:
         stop.phase = "end"
         self.group.phase = "export of the model"
         return 0, self.validation.export()
-
-    def _say_end(self, outcome: Outcome) -> None:
-        trained = self.counts.trained()
-        self.progress.close()
-        if self.group.first:
-            adapted = self.config.lora is not None
-            for line in end_lines(self.position, outcome, self.checkpointer.folder, adapted, trained):
-                self.progress.say(line)

@@ -14,8 +14,10 @@ from omni.utils.charts import BESIDE, INK, drawn, printable
 from train.console.progress import duration
 from train.trainer.logs import BALANCE, METRICS, VALIDATION, read_table
 
-CURVES, SPECTROGRAMS = "curves.png", "spectrogram.png"
-
+Rows = list[dict[str, float]]
+CURVES, SPECTROGRAMS, PICTURE = "curves.png", "spectrogram.png", "balance.png"
+PANELS = {"weight": "weight", "norm": "gradient norm", "cosine": "cosine"}
+"""Kinds of figures of the balance that are drawn, with the names of their axes."""
 MEASURED = ("exact_match", "code_accuracy", "wer")
 HIGHEST = 1.5
 """Top of the axis of errors and shares; values above are drawn there, as triangles."""
@@ -24,50 +26,48 @@ HIGHEST = 1.5
 def curves(folder: Path) -> Path | None:
     """Draw `curves.png` from a run folder's tables: losses, also of held-out rows, learning rate and validation over time. None
     before there is a row."""
+    from matplotlib.ticker import PercentFormatter
+
     metrics, validation = read_table(folder / METRICS), read_table(folder / VALIDATION)
     if not metrics and not validation:
         return None
     longest = max(row["seconds"] for row in [*metrics, *validation])
     scale, unit = (60.0, "minutes") if longest < 3 * 3600 else (3600.0, "hours")
+    for row in [*metrics, *validation]:
+        row[unit] = row["seconds"] / scale
     with drawn(folder / CURVES, 3, 1, (9.5, 9), BESIDE, sharex=True, height_ratios=(3, 1, 2)) as axes:
         losses, rate, figures = axes[:, 0]
-        _losses(losses, metrics, validation, scale)
-        _line(rate, metrics, "lr", scale, "C0", "")
+        _draw_losses(losses, metrics, validation, unit)
+        _line(rate, metrics, unit, "lr", color="C0")
         rate.set_ylabel("learning rate")
         rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        _validation(figures, validation, scale)
-        figures.set_xlabel(unit)
+        shown = [name for name in (validation[0] if validation else {}) if name.split("/")[0] in MEASURED]
+        for i, name in enumerate(shown):
+            inside = [{**row, name: min(row[name], HIGHEST)} for row in validation]  # word errors can exceed the words
+            style = {"color": f"C{i}", "label": name.replace("_", " "), "linestyle": ":" if "/" in name else "-"}
+            _line(figures, inside, unit, name, marker="o", **style)
+            above = [row[unit] for row in validation if row[name] > HIGHEST]
+            figures.plot(above, [HIGHEST] * len(above), "^", color=f"C{i}", markersize=7)
+        highest = max([row[n] for row in validation for n in shown if row[n] == row[n]], default=0.0)
+        figures.set(ylim=(-0.03, min(HIGHEST, max(1.0, highest)) + 0.03), ylabel="validation", xlabel=unit)
+        figures.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
         last = max(row["step"] for row in [*metrics, *validation])
         losses.set_title(f"{folder.resolve().name}: {last:.0f} steps in {duration(longest)}")
     return folder / CURVES
 
 
-def _losses(axis: Any, metrics: list[dict[str, float]], validation: list[dict[str, float]], scale: float) -> None:
+def _draw_losses(axis: Any, metrics: Rows, validation: Rows, unit: str) -> None:
     names = [name for name in (metrics[0] if metrics else {}) if name.startswith("loss/")]
     for i, name in enumerate(names):
         label = name.removeprefix("loss/")
-        _line(axis, metrics, name, scale, f"C{i}", label, width=1.0, style="--" if label in TASKS else "-")
-    _line(axis, metrics, "loss", scale, "black", "objective", width=1.6)
+        _line(axis, metrics, unit, name, color=f"C{i}", label=label, linewidth=1.0, linestyle="--" if label in TASKS else "-")
+    _line(axis, metrics, unit, "loss", color="black", label="objective", linewidth=1.6)
     for i, name in enumerate(("loss/text", "loss/audio"), len(names)):
         color = f"C{names.index(name) if name in names else i}"
-        _line(axis, validation, name, scale, color, f"held out: {name.removeprefix('loss/')}", marker="o", style=":")
+        label = f"held out: {name.removeprefix('loss/')}"
+        _line(axis, validation, unit, name, color=color, label=label, marker="o", linestyle=":")
     axis.set_ylabel("loss (nats per target)")
     _log_if_wide(axis, [row[n] for row in metrics for n in ("loss", *names) if row[n] > 0])
-
-
-def _validation(axis: Any, validation: list[dict[str, float]], scale: float) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    shown = [name for name in (validation[0] if validation else {}) if name.split("/")[0] in MEASURED]
-    for i, name in enumerate(shown):
-        inside = [{**row, name: min(row[name], HIGHEST)} for row in validation]  # word errors can exceed the words
-        style = ":" if "/" in name else "-"
-        _line(axis, inside, name, scale, f"C{i}", name.replace("_", " "), marker="o", style=style)
-        above = [row["seconds"] / scale for row in validation if row[name] > HIGHEST]
-        axis.plot(above, [HIGHEST] * len(above), "^", color=f"C{i}", markersize=7)
-    highest = max([row[n] for row in validation for n in shown if row[n] == row[n]], default=0.0)
-    axis.set(ylim=(-0.03, min(HIGHEST, max(1.0, highest)) + 0.03), ylabel="validation")
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def _log_if_wide(axis: Any, values: list[float]) -> None:
@@ -75,14 +75,11 @@ def _log_if_wide(axis: Any, values: list[float]) -> None:
         axis.set_yscale("log")
 
 
-def _line(
-    axis: Any, rows: list[dict[str, float]], name: str, scale: float, color: str, label: str, *, width: float = 1.4,
-    marker: str = "", style: str = "-",
-) -> None:  # fmt: skip
-    points = [(row["seconds"] / scale, row[name]) for row in rows if name in row and row[name] == row[name]]
+def _line(axis: Any, rows: Rows, x: str, name: str, **style: Any) -> None:
+    """Draws a figure over another where a row has it."""
+    points = [(row[x], row[name]) for row in rows if name in row and row[name] == row[name]]
     if points:
-        x, y = zip(*points, strict=True)
-        axis.plot(x, y, style, color=color, label=label, linewidth=width, marker=marker, markersize=3.5)
+        axis.plot(*zip(*points, strict=True), **{"linewidth": 1.4, "markersize": 3.5, **style})
 
 
 def spectrograms(file: Path, question: tuple[Tensor, int] | None, answer: tuple[Tensor, int], asked: str, said: str) -> Path:
@@ -116,12 +113,6 @@ def spectrogram(samples: Tensor, rate: int, window: float = 0.025, hop: float = 
     return power.numpy(), len(samples) / rate
 
 
-PICTURE = "balance.png"
-
-
-PANELS = {"weight": "weight", "norm": "gradient norm", "cosine": "cosine"}
-
-
 def balance(folder: Path) -> Path | None:
     """Draw `balance.png` from a folder's `balance.csv`; a panel for each kind of figure that it has. None before there is a
     row."""
@@ -134,10 +125,8 @@ def balance(folder: Path) -> Path | None:
         for figure, axis in zip(figures, axes[:, 0], strict=True):
             names = [name for name in rows[0] if name.startswith(f"{figure}/")]
             for i, name in enumerate(names):
-                points = [(row["step"], row[name]) for row in rows if row[name] == row[name]]
-                if points:
-                    label, marker = name.removeprefix(f"{figure}/").replace("/", " and "), "o" if len(points) == 1 else ""
-                    axis.plot(*zip(*points, strict=True), color=f"C{i}", label=label, linewidth=1.2, marker=marker)
+                label, marker = name.removeprefix(f"{figure}/").replace("/", " and "), "o" if len(rows) == 1 else ""
+                _line(axis, rows, "step", name, color=f"C{i}", label=label, linewidth=1.2, marker=marker)
             if figure == "norm":
                 _log_if_wide(axis, [row[name] for row in rows for name in names if row[name] > 0])
             if figure == "cosine":

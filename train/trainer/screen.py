@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from train.trainer.initial_model import ADAPTER
 from train.trainer.logs import METRICS
 from train.trainer.metrics import StepMetrics, base_rate
 from train.trainer.parts import Figures, Observer, Outcome
-from train.trainer.profiler import FOLDER, NONE, named_steps
+from train.trainer.usage import FOLDER, NONE, named_steps
 from train.trainer.validation import HeldOut
 
 Say = Callable[[str], None]
@@ -93,29 +94,25 @@ def ready_lines(config: FitConfig, objective: nn.Module, position: Position, sav
     return lines
 
 
+@dataclass
 class StepLines(Observer):
     """Shows a run on the screen: rows of the log, and lines between them, of which the log knows nothing.
 
-    Args:
-        idle: the context in which the device has nothing queued.
-
     Attributes:
+        idle: the context in which the device has nothing queued.
         shown, paced: seconds of the run at the last line, and after the first of the `PACED` steps.
     """
 
-    def __init__(
-        self,
-        config: FitConfig,
-        checkpointer: Checkpointer,
-        meter: StepMetrics,
-        optimizer: Optimizers,
-        idle: AbstractContextManager[None],
-        progress: TrainProgress,
-    ) -> None:
-        self.config, self.checkpointer, self.meter, self.optimizer = config, checkpointer, meter, optimizer
-        self.idle, self.progress = idle, progress
-        self.first_step = checkpointer.position.step + 1
-        self.shown = self.paced = checkpointer.position.seconds
+    config: FitConfig
+    checkpointer: Checkpointer
+    meter: StepMetrics
+    optimizer: Optimizers
+    idle: AbstractContextManager[None]
+    progress: TrainProgress
+
+    def __post_init__(self) -> None:
+        self.first_step = self.checkpointer.position.step + 1
+        self.shown = self.paced = self.checkpointer.position.seconds
 
     def on_log(self, step: int, figures: Figures) -> None:
         self._say_expectation(step)

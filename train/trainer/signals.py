@@ -1,7 +1,7 @@
 """Handles requests to stop: SIGTERM, SIGHUP and Ctrl-C are noted, and the loop ends after the current step.
 
-The handler only writes a byte to a pipe: a thread that waits for it prints what the run does now, because the handler may have
-interrupted the main thread within a lock of the screen.
+The handler only puts a line into a queue: a thread prints it, because the handler may have interrupted the main thread within a
+lock of the screen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from queue import SimpleQueue
+from types import FrameType
 from typing import Any, ClassVar, Literal
 
 from omni.utils.process import ENDING
@@ -47,42 +48,33 @@ class Stop:
     """The innermost one."""
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        self.number = 0
-        self.say = say
+        self.number, self.say = 0, say
         self.phase: Phase = "step"
-        self._at: Phase = "step"
-        self._came = 0.0
-        self._pid = os.getpid()
+        self._came, self._pid = 0.0, os.getpid()
+        self._lines = SimpleQueue[str | None]()
+        self._printer = threading.Thread(target=self._print, daemon=True)
         self._before: dict[int, Any] = {}
         self._outer: Stop | None = None
-        self._pipe: tuple[int, int] | None = None
-        self._teller: threading.Thread | None = None
 
     def __enter__(self) -> Stop:
         if self.say is not None:
-            self._pipe = os.pipe()
-            self._teller = threading.Thread(target=self._tell, args=(self._pipe[0], self.say), daemon=True)
-            self._teller.start()
+            self._printer.start()
         heeded = [s for s in SIGNALS if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN]  # `nohup` ignores it
         self._outer, Stop.active = Stop.active, self
         self._before = {s: signal.signal(s, self._note) for s in heeded}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         Stop.active = self._outer
-        if self._pipe is not None and self._teller is not None:
-            os.write(self._pipe[1], b"0")
-            self._teller.join(1.0)
-            if not self._teller.is_alive():
-                for end in self._pipe:
-                    os.close(end)
-            self._pipe = None
+        if self.say is not None:
+            self._lines.put(None)
+            self._printer.join(1.0)
 
-    def _tell(self, end: int, say: Callable[[str], None]) -> None:
-        while os.read(end, 1) == b"1":
-            say(f"{signal.Signals(self.number).name}: {TOLD[self._at]}")
+    def _print(self) -> None:
+        while (line := self._lines.get()) is not None and self.say is not None:
+            self.say(line)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -93,9 +85,8 @@ class Stop:
         if self.number and number == signal.SIGINT and time.monotonic() - self._came >= SAME:
             raise KeyboardInterrupt
         if not self.number:
-            self.number, self._at, self._came = number, self.phase, time.monotonic()
-            if self._pipe is not None:
-                os.write(self._pipe[1], b"1")
+            self.number, self._came = number, time.monotonic()
+            self._lines.put(f"{signal.Signals(number).name}: {TOLD[self.phase]}")  # which may be interrupted by itself
 
 
 def break_off() -> None:

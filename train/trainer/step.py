@@ -64,33 +64,27 @@ class StepBatches:
     held_up: float = 0.0
 
 
+@dataclass
 class Feed:
     """Fetches steps. All processes call `next` together: it makes the loop's one exchange between them, on the CPU.
 
-    Args:
+    Attributes:
         targets: number of targets of a batch, [K + HEADS], with which `flops` gives its FLOPs.
         clock: seconds that the run has taken.
         streams: their number.
         tasks: their number where a batch's targets are also counted by task and stream, [T, K].
-
-    Attributes:
         used_up: the data of any process have ended: the last `next` is no whole step.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Sequence[Any]],
-        targets: Callable[[Any], Tensor],
-        flops: Callable[[Any, Tensor], float] | None,
-        clock: Callable[[], float],
-        streams: int,
-        group: ProcessGroup,
-        stop: Stop,
-        tasks: int = 0,
-    ) -> None:
-        self.batches, self.targets, self.flops, self.clock = batches, targets, flops, clock
-        self.streams, self.tasks, self.group, self.stop = streams, tasks, group, stop
-        self.used_up = False
+    batches: Iterator[Sequence[Any]]
+    targets: Callable[[Any], Tensor]
+    flops: Callable[[Any, Tensor], float] | None
+    clock: Callable[[], float]
+    streams: int
+    group: ProcessGroup
+    stop: Stop
+    tasks: int = 0
+    used_up: bool = False
 
     def next(self) -> StepBatches:
         """Fetches the next step. UserError, on all processes, where the data of any are broken."""

@@ -28,7 +28,7 @@ from train.optim.optimizer import parameter_groups, set_trainable
 from train.plan.memory import meta_model
 from train.plan.plan import count_parameters
 from train.trainer.build import with_alignment
-from train.trainer.initial_model import build_initial, changed, check_fits, choose_tokenizer, shape_of
+from train.trainer.initial_model import build_initial, changed, check_fits, check_tokenizer, shape_of
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 OF_OTHER_COMMANDS = ("nano-edit", "dialogues", "voices")
@@ -263,9 +263,9 @@ def test_a_configuration_that_does_not_fit_names_the_field(folder: str) -> None:
 
 
 def test_a_tokenizer_is_needed_where_bytes_do_not_fit() -> None:
-    assert len(choose_tokenizer(small(), preset("nano"))) == 256
+    assert len(build_initial(small(), 0).tokenizer) == 256
     with pytest.raises(UserError, match=r"model\.tokenizer is missing: the text stream has 151936 ids"):
-        choose_tokenizer(ModelSection(preset="qwen3-0.6b"), preset("qwen3-0.6b"))
+        check_tokenizer(ModelSection(preset="qwen3-0.6b"), preset("qwen3-0.6b"))
 
 
 def nano(**given: Any) -> FitConfig:

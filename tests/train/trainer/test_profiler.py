@@ -17,7 +17,7 @@ from omni.errors import UserError
 from tests.train.toys import toy_config, toy_fit, toy_parts
 from train.checkpoint import retention
 from train.config.sections import BudgetConfig, LogConfig
-from train.trainer.profiler import FOLDER
+from train.trainer.usage import FOLDER
 
 LINES = LogConfig(every=4, progress="lines")
 
