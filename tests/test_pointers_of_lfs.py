@@ -11,7 +11,7 @@ import pytest
 from omni.checkpoint.folder import load_folder
 from omni.checkpoint.tensors import read_safetensors, read_torch
 from omni.codec.registry import load_codec
-from omni.convert.mini_omni_config import read_settings
+from omni.convert.mini_omni import read_settings
 from omni.errors import UserError
 from omni.files import read_json
 from omni.pretrained import find_model

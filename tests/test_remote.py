@@ -11,7 +11,6 @@ import pytest
 from infer.checks import check_answer_file, check_file, check_model
 from omni.audio.io import read_audio
 from omni.codec.registry import load_codec
-from omni.convert.formats import open_foreign
 from omni.edit.storage import read_tensors
 from omni.errors import UserError
 from omni.files import real_place
@@ -19,6 +18,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.lora.peft import load_adapter
 from omni.text import Tokenizer
 from omni.utils.remote import refuse_remote, spelled
+from train.convert.convert import open_foreign
 from train.data.inspect.measures import BadSound, load
 from train.data.inspect.scan import Scan
 from train.data.readers import ReaderOptions, open_source

@@ -4,7 +4,7 @@ A checkpoint that is imported or exported is a `Foreign`: a configuration of our
 `state_dict` to `Lazy` tensors. A `Lazy` knows shape and type and reads rows when asked, so tables are split, joined, grown and
 converted without holding any of them whole in memory.
 
-A format is a module that offers (see `formats.py`, which lists them):
+A format is a module that offers (see `train/convert/convert.py`, which lists them):
 
     recognise(path) -> bool            cheap: looks at names of files and at config.json, reads no weights
     read(path) -> Foreign              opens the files; everything that does not fit is a `UserError` naming the tensor
@@ -42,7 +42,6 @@ from torch import nn
 from omni.checkpoint.places import CONFIG, TOKENIZER
 from omni.checkpoint.tensors import FileStamp, write_file
 from omni.config import DecoderConfig, ModelConfig
-from omni.convert import kinds
 from omni.convert.lazy import FLOATS, Lazy, type_name
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
@@ -73,7 +72,7 @@ class Foreign:
     """An external checkpoint: its config and lazily read tensors. See the top of this module.
 
     Attributes:
-        format: its name in `formats.FORMATS`.
+        format: its name.
         path: the file or folder, for messages.
         names: our names to theirs, for messages.
         extra: plain data to keep (stored under `extra` of our `config.json`, and written again on export).
@@ -147,7 +146,7 @@ def match(
 def check_float(name: str, tensor: Lazy, where: str | Path) -> None:
     """Refuse a tensor whose type is not plain floating point (UserError)."""
     if tensor.dtype not in FLOATS:
-        known = ", ".join(kinds.FLOATS)
+        known = ", ".join(map(type_name, FLOATS))
         raise UserError(
             f"{where}: tensor {name} is {type_name(tensor.dtype)}; weights must be one of {known} (not quantised: fetch the "
             "original model)"
@@ -268,19 +267,20 @@ def read_tokenizer(
             f"{path} has {len(words)} tokens, and the model's table {size} rows, {spare} of which would never be used; is it "
             "another model's tokenizer? Where it is the right one all the same, name it with --tokenizer"
         )
-    _check_added(words, path, folder / WORDS, files.get(WORDS, {}))
+    tokens = {number: token for token, number in words.inner.get_vocab(with_added_tokens=True).items()}
+    _check_added(tokens, path, folder / WORDS, files.get(WORDS, {}))
     for key, role in (("eos", "end"), ("bos", "beginning")):
-        _check_special(words, path, folder, files, key, role)
+        _check_special(tokens, path, folder, files, key, role)
     return words
 
 
-def _check_added(words: Tokenizer, path: Path, where: Path, said: Mapping[str, Any]) -> None:
+def _check_added(tokens: Mapping[int, str], path: Path, where: Path, said: Mapping[str, Any]) -> None:
     """UserError for an added token that the tokenizer lacks or has under another id."""
     added = said.get("added_tokens_decoder") or {}
     if not isinstance(added, dict) or not all(number.isascii() and number.isdigit() for number in added):
         raise UserError(f"{where}: added_tokens_decoder does not go from ids to tokens; fetch the file again")
     for number, token in added.items():
-        content, actual = _content(token, where, "added_tokens_decoder"), _token(words, int(number))
+        content, actual = _content(token, where, "added_tokens_decoder"), tokens.get(int(number))
         if actual != content:
             other = "has none" if actual is None else f"calls it {actual!r}"
             raise UserError(
@@ -289,30 +289,30 @@ def _check_added(words: Tokenizer, path: Path, where: Path, said: Mapping[str, A
 
 
 def _check_special(
-    words: Tokenizer, path: Path, folder: Path, files: Mapping[str, Mapping[str, Any]], key: str, role: str
+    tokens: Mapping[int, str], path: Path, folder: Path, files: Mapping[str, Mapping[str, Any]], key: str, role: str
 ) -> None:
     """UserError where the files do not agree on the token of the end (`eos`) or the beginning (`bos`)."""
     settings = _ids(files.get(CONFIG, {}).get(f"{key}_token_id"))
-    for number in settings if key == "eos" else ():
-        if _token(words, number) is None:
-            raise UserError(
-                f"{path} has no token {number}, which {CONFIG} calls the {role} ({key}_token_id); it is another model's"
-            )
+    lacking = next((number for number in settings if number not in tokens), None) if key == "eos" else None
+    if lacking is not None:
+        raise UserError(
+            f"{path} has no token {lacking}, which {CONFIG} calls the {role} ({key}_token_id); it is another model's"
+        )
     token = files.get(WORDS, {}).get(f"{key}_token")
     if token is None:
         return
-    content = _content(token, folder / WORDS, f"{key}_token")
-    named = words.inner.token_to_id(content)
-    if named is None:
+    content, where = _content(token, folder / WORDS, f"{key}_token"), f"{folder / WORDS}"
+    named = {number for number, text in tokens.items() if text == content}
+    if not named:
         raise UserError(
-            f"{folder / WORDS} calls {content!r} the {role} ({key}_token), and {path} has no such token: they are of two "
-            "models; fetch both again"
+            f"{where} calls {content!r} the {role} ({key}_token), and {path} has no such token: they are of two models; fetch "
+            "both again"
         )
     # A model that was fine-tuned often names its end tokens in generation_config.json alone.
-    if settings and named not in {*settings, *_ids(files.get(GENERATION, {}).get(f"{key}_token_id"))}:
-        shown = ", ".join(f"{i} ({_token(words, i)!r})" for i in settings)
+    if settings and not named & {*settings, *_ids(files.get(GENERATION, {}).get(f"{key}_token_id"))}:
+        shown = ", ".join(f"{number} ({tokens.get(number)!r})" for number in settings)
         raise UserError(
-            f"{folder / WORDS} calls {content!r} the {role} ({key}_token), token {named} of {path}, and {folder / CONFIG} has "
+            f"{where} calls {content!r} the {role} ({key}_token), token {min(named)} of {path}, and {folder / CONFIG} has "
             f"{key}_token_id {shown}: are they of one model? Fetch both again, or fix the one that is wrong"
         )
 
@@ -328,8 +328,3 @@ def _content(token: Any, where: Path, key: str) -> str:
 def _ids(value: Any) -> list[int]:
     """One id, several, or none."""
     return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int) and not isinstance(i, bool)]
-
-
-def _token(words: Tokenizer, number: int) -> str | None:
-    """The token of an id, None where there is none."""
-    return words.inner.id_to_token(number) if 0 <= number < 2**32 else None

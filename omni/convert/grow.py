@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -45,19 +46,15 @@ class RowStatistics(NamedTuple):
 Rule = Callable[[RowStatistics, torch.Generator, int], Tensor]
 
 
-def _mean(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
-    return s.mean + NOISE * s.deviation * torch.randn(rows, len(s.mean), generator=generator)
+def _noise(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
+    return torch.randn(rows, len(s.mean), generator=generator)
 
 
-def _normal(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
-    return s.deviation.square().mean().sqrt() * torch.randn(rows, len(s.mean), generator=generator)
-
-
-def _zero(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
-    return torch.zeros(rows, len(s.mean))
-
-
-RULES: dict[str, Rule] = {"mean": _mean, "normal": _normal, "zero": _zero}
+RULES: dict[str, Rule] = {
+    "mean": lambda s, generator, rows: s.mean + NOISE * s.deviation * _noise(s, generator, rows),
+    "normal": lambda s, generator, rows: s.deviation.square().mean().sqrt() * _noise(s, generator, rows),
+    "zero": lambda s, generator, rows: torch.zeros(rows, len(s.mean)),
+}
 """Initialisation of new rows, from statistics of the text table's rows (for heads: the text head's) of known tokens:
 
 mean: the mean row, plus noise of a tenth of each dimension's deviation (new ids take no probability from known ones).
@@ -191,12 +188,10 @@ def fresh(
         elif len(weight) == 1:
             out[prefix + name] = Lazy.filled(shape, dtype, float(name.endswith("weight")))
         else:
-            out[prefix + name] = _uniform(prefix + name, shape, 1 / math.sqrt(math.prod(weight[1:])), seed, dtype)
+            draw = partial(_uniform, shape[1:], 1 / math.sqrt(math.prod(weight[1:])))
+            out[prefix + name] = Lazy.drawn(shape, dtype, draw, prefix + name, seed)
     return out
 
 
-def _uniform(name: str, shape: tuple[int, ...], bound: float, seed: int, dtype: torch.dtype) -> Lazy:
-    def draw(generator: torch.Generator, rows: int) -> Tensor:
-        return (2 * torch.rand(rows, *shape[1:], generator=generator) - 1) * bound
-
-    return Lazy.drawn(shape, dtype, draw, name, seed)
+def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator, rows: int) -> Tensor:
+    return (2 * torch.rand(rows, *shape, generator=generator) - 1) * bound

@@ -10,14 +10,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from omni.convert import kinds
 from omni.errors import UserError
 
 WriteCallback = Callable[[int, int], None]
 """Progress callback: called with the bytes written and the total."""
 
 
-FLOATS: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in kinds.FLOATS)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The types that weights may have."""
 
 

@@ -2,34 +2,32 @@
 
 Their code has its ids and their order built in (`inference.py`, `utils/snac_utils.py`), so the layout is the preset
 `mini-omni` and nothing else. The encoder is a separate Whisper: `small.pt` beside the weights (as in mini-omni2), or a
-file that is named. The settings are read and written by `mini_omni_config.py`.
+file that is named.
 
 Theirs (a copy of litgpt) join tensors that are separate here: queries, keys and values of a block in one matrix, grouped by
 key/value head; text and audio ids in one table and in one head. One table, `pieces`, lists the rows of ours that make each
 tensor of theirs; reading and writing both follow it, so that they are inverse to each other.
 
 Sources: gpt-omni/mini-omni @ 26c31d5, `inference.py` (`load_model`), `litgpt/model.py` (`GPT`, `CausalSelfAttention.forward`,
-`whisperMLP`); gpt-omni/mini-omni2 @ 6efd5bf, `litgpt/model.py` (its vision adapter).
+`whisperMLP`), `litgpt/config.py` (the keys of the settings, and what an absent one means); gpt-omni/mini-omni2 @ 6efd5bf,
+`litgpt/model.py` (its vision adapter), one setting more.
 
 `.pth` files are written by `torch.save`; their tensors are whole in memory meanwhile, mapped where they are stored as they are.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import zlib
 from collections.abc import Callable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import yaml
 
 from omni.checkpoint.places import TOKENIZER
-from omni.checkpoint.tensors import FileStamp, finite, read_torch, state_of, write_file
-from omni.config import ModelConfig
+from omni.checkpoint.tensors import FileStamp, crc32_of, finite, read_torch, state_of, write_file
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.convert.contract import (
     COMPANIONS,
     WORDS,
@@ -42,17 +40,19 @@ from omni.convert.contract import (
     read_tokenizer,
     renamed,
     whole_model,
+    whole_number,
     write_texts,
 )
 from omni.convert.grow import AUDIO_EMBEDDING, AUDIO_HEAD, fresh
 from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, Progress, WriteCallback, cast, joined, same
-from omni.convert.mini_omni_config import check_fits, model_config, read_settings, their_settings
 from omni.convert.parts import encoder_shapes, read_whisper
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.files import read_json, replacing_folder
+from omni.layout import Layout
+from omni.utils.configuration import read_yaml
 
 WEIGHTS, SETTINGS, WHISPER = "lit_model.pth", "model_config.yaml", "small.pt"
 
@@ -153,75 +153,41 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     tied = config.decoder.tie_text and not config.decoder.post_layers and same(tensors[AUDIO_EMBEDDING], tensors[AUDIO_HEAD])
     settings = their_settings(config, tied, kept.get(SETTINGS, {}))
     assert isinstance(config.encoder, WhisperConfig)  # `check_fits` refuses others
-    whisper = _openai(source, config.encoder)
+    dims, whisper = _openai(source, config.encoder)
     total = sum(t.nbytes for t in (*weights.values(), *whisper.values()))
     progress = Progress(total, on_progress)
     with replacing_folder(target, total) as folder:
-        files = {WEIGHTS: _save(folder / WEIGHTS, weights, lambda state: state, progress)}
-        dims = _dims(config.encoder)
-        files[WHISPER] = _save(folder / WHISPER, whisper, lambda s: {"dims": dims, "model_state_dict": s}, progress)
+        files = {WEIGHTS: save_archive(folder / WEIGHTS, weights, progress)}
+        files[WHISPER] = save_archive(folder / WHISPER, whisper, progress, lambda s: {"dims": dims, "model_state_dict": s})
         files[SETTINGS] = write_file(folder / SETTINGS, yaml.safe_dump(settings).encode())
         files |= write_texts(folder, tokenizer, {name: kept[name] for name in COMPANIONS if name in kept})
     return files
 
 
-def _openai(source: Foreign, encoder: WhisperConfig) -> dict[str, Lazy]:
-    """The encoder under OpenAI's names, and the tensors of a text decoder of width 1 and no layers."""
+def _openai(source: Foreign, encoder: WhisperConfig) -> tuple[dict[str, int], dict[str, Lazy]]:
+    """`ModelDimensions` of openai-whisper (`whisper/model.py`), and the encoder under its names, with a text decoder of width 1
+    and no layers."""
+    heard = {"n_mels": encoder.n_mels, "n_audio_ctx": encoder.positions, "n_audio_state": encoder.width}
+    heard |= {"n_audio_head": encoder.heads, "n_audio_layer": encoder.layers}
+    spoken = {"n_vocab": 1, "n_text_ctx": 1, "n_text_state": 1, "n_text_head": 1, "n_text_layer": 0}
     shapes = encoder_shapes(encoder)
     tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.path, lambda name: name not in shapes)
     out = {name.replace("encoder.whisper.", "encoder."): tensor for name, tensor in tensors.items()}
     dtype = next(iter(tensors.values())).dtype
     empty = {"token_embedding.weight": (1, 1), "positional_embedding": (1, 1), "ln.weight": (1,), "ln.bias": (1,)}
-    return out | {f"decoder.{name}": Lazy.filled(shape, dtype) for name, shape in empty.items()}
+    return heard | spoken, out | {f"decoder.{name}": Lazy.filled(shape, dtype) for name, shape in empty.items()}
 
 
-def _dims(encoder: WhisperConfig) -> dict[str, int]:
-    """`ModelDimensions` of openai-whisper (`whisper/model.py`)."""
-    heard = {"n_mels": encoder.n_mels, "n_audio_ctx": encoder.positions, "n_audio_state": encoder.width}
-    layers = {"n_audio_head": encoder.heads, "n_audio_layer": encoder.layers}
-    return heard | layers | {"n_vocab": 1, "n_text_ctx": 1, "n_text_state": 1, "n_text_head": 1, "n_text_layer": 0}
-
-
-def _save(path: Path, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], progress: Progress) -> FileStamp:
-    with path.open("wb") as handle:
-        written = write_archive(handle, tensors, wrap, progress.add)
-        handle.flush()
-        os.fsync(handle.fileno())
-    return written
-
-
-class _Out(io.RawIOBase):
-    """A file that is written sequentially; computes its size and CRC-32 meanwhile."""
-
-    def __init__(self, handle: BinaryIO, on_write: Callable[[int], None]) -> None:
-        self.handle, self.on_write = handle, on_write
-        self.bytes = self.crc32 = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.handle.write(view)
-        self.crc32, self.bytes = zlib.crc32(view, self.crc32), self.bytes + len(view)
-        self.on_write(len(view))
-        return len(view)
-
-
-def write_archive(
-    handle: BinaryIO, tensors: Mapping[str, Lazy], wrap: Callable[[dict[str, Any]], Any], on_write: Callable[[int], None]
+def save_archive(
+    path: Path, tensors: Mapping[str, Lazy], progress: Progress, wrap: Callable[[dict[str, Any]], Any] = lambda state: state
 ) -> FileStamp:
-    """Write `wrap(tensors)` with `torch.save`. OSError: from the file system.
-
-    Args:
-        wrap: makes the object to pickle from a mapping of names to tensors.
-        on_write: called with the number of bytes of each piece.
-    """
-    out: Any = _Out(handle, on_write)
+    """Write `wrap(tensors)` by `torch.save`; `progress` counts as its checksum is computed. OSError: from the file system."""
     whole = {name: tensor().contiguous() for name, tensor in tensors.items()}
     whole = {name: t.clone() if t.untyped_storage().nbytes() > t.nbytes else t for name, t in whole.items()}
-    torch.save(wrap(whole), out)
-    return FileStamp(out.bytes, out.crc32, tuple(name for name, tensor in whole.items() if not finite(tensor)))
+    with path.open("wb") as file:  # of whose errors PyTorch makes no others
+        torch.save(wrap(whole), file)
+    nonfinite = tuple(name for name, tensor in whole.items() if not finite(tensor))
+    return FileStamp(path.stat().st_size, crc32_of(path, progress.add), nonfinite)
 
 
 THEIR_EMBEDDING, THEIR_HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -316,3 +282,169 @@ _RENAMED = (
     (".up.", ".fc_2."),
     (".down.", ".proj."),
 )
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+_TEXT, _AUDIO = Layout.preset("mini-omni").text.vocabulary, [s.vocabulary for s in Layout.preset("mini-omni").audio]
+_ROWS = _TEXT + sum(_AUDIO)
+
+_SIZES = {"text_vocab_size": _TEXT, "audio_vocab_size": _AUDIO[0], "cat_audio_vocab_size": sum(_AUDIO)}
+"""Values that are built into their inference code."""
+
+_ONE = {
+    "scale_embeddings": False, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "lm_head_bias": False,
+    "shared_attention_norm": False, "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "rope_condense_ratio": 1,
+    "n_expert": 0,
+}  # fmt: skip
+"""Settings for which only one value is supported."""
+
+_ABSENT: dict[str, Any] = {
+    "name": "", "hf_config": {}, "scale_embeddings": False, "block_size": 4096, "vocab_size": 50254, "padding_multiple": 512,
+    "padded_vocab_size": None, "n_layer": 16, "n_head": 32, "head_size": None, "n_embd": 4096, "rotary_percentage": 0.25,
+    "parallel_residual": True, "bias": True, "lm_head_bias": False, "n_query_groups": None, "shared_attention_norm": False,
+    "norm_class_name": "LayerNorm", "norm_eps": 1e-5, "mlp_class_name": "GptNeoxMLP", "gelu_approximate": "none",
+    "intermediate_size": None, "rope_condense_ratio": 1, "rope_base": 10000, "n_expert": 0, "n_expert_per_token": 0,
+    "add_qkv_bias": None, "prompt_vocab_size": None, "attn_dropout": 0.0, "pos_type": "rope", "force_align": False,
+    "use_pretrain_phoneme_emb": False, "tie_word_embeddings": False, "text_vocab_size": 152000,
+    "cat_audio_vocab_size": 29120, "audio_vocab_size": 4160, "whisper_adapter_dim": 768, "vision_adapter_dim": 512,
+    "post_adapter": False, "post_adapter_layers": 6, "asr_adapter": "llamamlp",
+}  # fmt: skip
+"""The keys of their configuration, with their defaults."""
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Reads their `model_config.yaml`, with their defaults for absent keys; UserError where it is none or a key is unknown."""
+    data = read_yaml(path, "settings")
+    if not isinstance(data, dict) or not data:
+        raise UserError(f"{path} holds no settings; fetch it again")
+    for key in data:
+        if key not in _ABSENT:
+            raise UserError(f"{path}: unknown key {key!r}; {closest(str(key), _ABSENT)}")
+    return _ABSENT | data
+
+
+def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, post: bool = False) -> ModelConfig:
+    """Converts their settings (complete, see `read_settings`) and an encoder to our configuration. UserError: a setting that
+    our decoder does not have, or an encoder of another width. `post`: the file holds a post-adapter. The released one has
+    none, whatever its settings say, and is loaded without."""
+    whole = partial(whole_number, settings, where=where)
+
+    def number(key: str) -> float:
+        try:
+            return float(settings[key])
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{where}: {key} is {settings[key]!r}; it must be a number") from error
+
+    for key, usual in (_ONE | _SIZES).items():
+        if settings[key] != usual:
+            raise UserError(
+                f"{where}: {key} is {settings[key]!r}; only {usual!r} is known here (absent keys count as litgpt's)"
+            )
+    padded = settings["padded_vocab_size"] or -(-whole("vocab_size") // whole("padding_multiple")) * whole("padding_multiple")
+    if padded != _ROWS:
+        raise UserError(f"{where}: the joint table has {padded} rows (padded_vocab_size); mini-omni's ids need {_ROWS}")
+    if "Gemma" in str(settings["name"] or settings["hf_config"]):
+        raise UserError(f"{where}: name is {settings['name']!r}; the norms of Gemma are not known here")
+    width, heads = whole("n_embd"), whole("n_head")
+    head = whole("head_size") if settings["head_size"] is not None else width // heads
+    hidden = whole("intermediate_size") if settings["intermediate_size"] is not None else 4 * width
+    projectors = {"llamamlp": ProjectorConfig("gated", hidden, bias=False), "mlp": ProjectorConfig("linear")}
+    if settings["asr_adapter"] not in projectors:
+        raise UserError(
+            f"{where}: asr_adapter {settings['asr_adapter']!r} is unknown; {closest(str(settings['asr_adapter']), projectors)}"
+        )
+    if not isinstance(encoder, WhisperConfig) or encoder.width != whole("whisper_adapter_dim"):
+        actual = f"{encoder.width} wide" if isinstance(encoder, WhisperConfig) else "none"
+        raise UserError(
+            f"{where}: the projector takes an encoder of width {settings['whisper_adapter_dim']} (whisper_adapter_dim), and "
+            f"the one given is {actual}; give the Whisper that the model was trained with (small)"
+        )
+    decoder = DecoderConfig(
+        width=width,
+        layers=whole("n_layer"),
+        heads=heads,
+        kv_heads=heads if settings["n_query_groups"] is None else whole("n_query_groups"),
+        head_dim=0 if head * heads == width else head,
+        mlp_width=hidden,
+        context=whole("block_size"),
+        rope_base=number("rope_base"),
+        qkv_bias=bool(settings["add_qkv_bias"]),
+        norm_eps=number("norm_eps"),
+        tie_text=bool(settings["tie_word_embeddings"]),
+        combine="mean",
+        post_layers=whole("post_adapter_layers") if settings["post_adapter"] and post else 0,
+    )
+    return ModelConfig(Layout.preset("mini-omni"), encoder, projectors[settings["asr_adapter"]], decoder, "snac")
+
+
+def check_fits(config: ModelConfig, where: Path | str) -> None:
+    """Refuse a model with a part or setting that mini-omni lacks (UserError naming it)."""
+    layout, decoder, projector, encoder = config.layout, config.decoder, config.projector, config.encoder
+    wanted = Layout.preset("mini-omni")
+    gated = projector.kind == "gated"
+    if not isinstance(encoder, WhisperConfig):
+        raise UserError(f"{where}: the encoder.kind is {encoder.kind!r}, and mini-omni has a Whisper only")
+    rules: tuple[tuple[str, Any, Any], ...] = (
+        ("codec", config.codec, "snac"),
+        ("layout's audio streams (sizes)", layout.codebook_sizes, wanted.codebook_sizes),
+        ("layout's text stream (size)", layout.text.size, wanted.text.size),
+        ("layout's tables (rows)", [s.vocabulary for s in layout.streams], [s.vocabulary for s in wanted.streams]),
+        ("layout's delays", layout.delays, wanted.delays),
+        ("layout's roles", {s.role for s in layout.streams}, {"predicted"}),
+        ("layout.features", layout.features, wanted.features),
+        ("layout.fill", layout.fill, wanted.fill),
+        ("decoder.combine", decoder.combine, "mean"),
+        ("decoder.window", decoder.window, None),
+        ("decoder.rope_scaling", decoder.rope_scaling, None),
+        ("decoder.qk_norm", decoder.qk_norm, False),
+        ("projector.kind", projector.kind, "gated" if gated else "linear"),
+        ("projector.stack", projector.stack, 1),
+        ("projector.bias", projector.bias, not gated),
+        ("projector.hidden", projector.hidden, decoder.mlp_width if gated else projector.hidden),
+        ("encoder.mode", encoder.mode, "padded"),
+        ("encoder.mel_floor", encoder.mel_floor, "clip"),
+        ("encoder.normalize", encoder.normalize, "none"),
+        ("encoder.n_mels", encoder.n_mels, 80),
+        ("encoder.window_seconds", encoder.window_seconds, 30.0),
+    )
+    for name, value, only in rules:
+        if value != only:
+            raise UserError(
+                f"{where}: the {name} is {value!r}, and mini-omni has {only!r} only: this model cannot be written as one; its "
+                "text part can, as a Hugging Face folder (--kind hf)"
+            )
+
+
+def their_settings(config: ModelConfig, tied: bool, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts our configuration (checked by `check_fits`) to their `model_config.yaml`.
+
+    Args:
+        tied: the head is the embedding, for text and audio.
+        before: the settings that the model was imported with; those that do not concern its shape are kept.
+    """
+    decoder = config.decoder
+    base = decoder.rope_base
+    return {
+        **{key: value for key, value in _ABSENT.items() if key != "vision_adapter_dim"},
+        **{key: before[key] for key in ("name", "hf_config", "gelu_approximate", "attn_dropout") if key in before},
+        **_ONE,
+        **_SIZES,
+        "block_size": decoder.context,
+        "vocab_size": _ROWS,
+        "padded_vocab_size": _ROWS,
+        "n_layer": decoder.layers,
+        "n_head": decoder.heads,
+        "n_query_groups": decoder.kv_heads,
+        "head_size": decoder.head_size,
+        "n_embd": decoder.width,
+        "intermediate_size": decoder.mlp_width,
+        "norm_eps": decoder.norm_eps,
+        "rope_base": int(base) if base.is_integer() else base,
+        "add_qkv_bias": decoder.qkv_bias,
+        "tie_word_embeddings": tied,
+        "whisper_adapter_dim": config.encoder.width,
+        "asr_adapter": "llamamlp" if config.projector.kind == "gated" else "mlp",
+        "post_adapter": decoder.post_layers > 0,
+        "post_adapter_layers": decoder.post_layers or _ABSENT["post_adapter_layers"],
+    }

@@ -4,7 +4,6 @@ weights, also in int8 (`omni.checkpoint.folder`), a piece at a time."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -102,8 +101,8 @@ def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | Non
         )
     check_sizes(source)
     check_tokenizer(Tokenizer.from_file(source / TOKENIZER), config.layout.text.size, source)
-    progress = _Reading(0, on_progress)
-    state = {name: progress.counted(tensor) for name, tensor in read_pieces(source / WEIGHTS).items()}
+    progress = Progress(0, on_progress)
+    state = {name: _counted(tensor, progress) for name, tensor in read_pieces(source / WEIGHTS).items()}
     tensors, checksums = int8_tensors(config, state, str(source / WEIGHTS))
     readings = sum(t.nbytes * (2 if tensors[name].dtype == torch.int8 else 1) for name, t in state.items())
     progress.total = stored.files[WEIGHTS].bytes + readings
@@ -127,14 +126,12 @@ def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | Non
     return files
 
 
-class _Reading(Progress):
-    """Counts the bytes of the weights that were read."""
+def _counted(tensor: Lazy, progress: Progress) -> Lazy:
+    """The tensor, whose bytes are counted when they are read."""
 
-    def counted(self, tensor: Lazy) -> Lazy:
-        """The tensor, whose readings are counted."""
-        return replace(tensor, read=partial(self._read, tensor))
-
-    def _read(self, tensor: Lazy, start: int, stop: int) -> Tensor:
+    def read(start: int, stop: int) -> Tensor:
         rows = tensor.read(start, stop)
-        self.add(rows.nbytes)
+        progress.add(rows.nbytes)
         return rows
+
+    return replace(tensor, read=read)

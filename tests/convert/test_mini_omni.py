@@ -18,8 +18,8 @@ from torch import Tensor
 from omni.checkpoint.folder import load_folder
 from omni.convert import mini_omni
 from omni.convert import omni_folder as streamed
-from omni.convert.lazy import FLOATS, Lazy
-from omni.convert.mini_omni import write_archive
+from omni.convert.lazy import FLOATS, Lazy, Progress
+from omni.convert.mini_omni import save_archive
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
@@ -251,12 +251,11 @@ def test_pytorch_reads_what_is_written(tmp_path: Path, mapped: bool) -> None:
     state = {f"layer.{i}": torch.randn(shape, generator=generator).to(dtype) for i, (shape, dtype) in enumerate(shapes)}
     state["layer.15"][69, 3] = float("nan")
     state["layer.view"] = state["layer.15"][3:5]  # a piece is stored without the rest of its tensor
-    path, told = tmp_path / "a.pt", []
-    with path.open("wb") as handle:
-        lazy = {name: Lazy.of(tensor) for name, tensor in state.items()}
-        stamp = write_archive(handle, lazy, lambda held: {"dims": {"n": 3}, "state": held}, told.append)
+    path, progress = tmp_path / "a.pt", Progress(1 << 30, None)
+    lazy = {name: Lazy.of(tensor) for name, tensor in state.items()}
+    stamp = save_archive(path, lazy, progress, lambda held: {"dims": {"n": 3}, "state": held})
     data = path.read_bytes()
-    assert (len(data), zlib.crc32(data)) == (stamp.bytes, stamp.crc32) and sum(told) == len(data)
+    assert (len(data), zlib.crc32(data)) == (stamp.bytes, stamp.crc32) and progress.done == len(data)
     assert stamp.nonfinite == ("layer.15",)
     found = torch.load(path, weights_only=True, mmap=mapped)
     assert found["dims"] == {"n": 3} and list(found["state"]) == list(state)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from omni.checkpoint.places import ADAPTERS, check_folder
-from omni.convert.kinds import KINDS
 from omni.errors import UserError
 from omni.stores.hub import CARD
 from omni.tasks import find_task
@@ -19,7 +18,7 @@ from omni.utils.process import importing, say
 from train.config.parse import ConfigParser, read_fit_config
 from train.console.command import Parser, check_least, given_model, given_path
 from train.console.progress import Bar, duration, shown
-from train.convert.options import ConvertOptions, check
+from train.convert.options import KINDS, ConvertOptions, check
 
 
 def run_convert(argv: Sequence[str]) -> int:

@@ -8,12 +8,21 @@ from pathlib import Path
 from typing import Literal
 
 from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS
-from omni.convert.kinds import FLOATS, KINDS
 from omni.encoder.whisper_config import ENCODER_PRESETS
 from omni.errors import UserError, closest
 from omni.files import real_place
 from omni.utils.configuration import configuration
 from omni.utils.remote import check_there
+
+KINDS = {
+    "omni": "a model folder of this project",
+    "mini-omni": "a mini-omni or mini-omni2 folder",
+    "whisper": "a Whisper: OpenAI's .pt or a Hugging Face folder",
+    "snac": "a SNAC codec's folder",
+    "mimi": "a Mimi codec's folder",
+    "hf": "a language model's Hugging Face folder",
+}
+"""Descriptions of the formats, for help and messages, in the order in which a path is tried: specific before general."""
 
 
 @configuration
@@ -22,7 +31,7 @@ class ConvertOptions:
 
     Attributes:
         kind: what SOURCE is, where that is not recognised; of a model folder: what TARGET becomes.
-        dtype: float32, bfloat16 or float16 for all weights; by default as they are.
+        dtype: of all weights; by default as they are.
         overwrite: replace a TARGET that an earlier conversion or training wrote.
         drop_vision: of a mini-omni2: leave its vision adapter out and keep the rest.
         drop_ctc: of a model folder: leave its alignment head out, which only training uses.
@@ -46,7 +55,7 @@ class ConvertOptions:
     """
 
     kind: str | None = None
-    dtype: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     overwrite: bool = False
     drop_vision: bool = False
     drop_ctc: bool = False
@@ -115,23 +124,9 @@ def _inputs(source: Path, options: ConvertOptions) -> dict[str, Path]:
     return {"SOURCE": source, **{name: path for name, path in named.items() if path is not None}}
 
 
-def check_in_place(source: Path, target: Path, from_format: str, becomes: str = "omni") -> None:
-    """Refuse a SOURCE in `from_format` that is TARGET too and `becomes` a format that does not hold all of it (UserError)."""
-    if source.resolve() != real_place(target) or from_format == becomes == "omni":
-        return
-    from omni.convert.formats import FORMATS
-
-    if becomes != "omni":
-        loses = FORMATS[becomes].loses
-        raise UserError(f"{target} is SOURCE too: as {KINDS[becomes]} it would lose {loses}; give another TARGET")
-    raise UserError(f"{target} is SOURCE too: {KINDS[from_format]}, whose own files would be lost; give another TARGET")
-
-
 def check(source: Path, target: Path, options: ConvertOptions) -> None:
     """Check everything that can be checked without reading weights: target, source, kind and dtype (UserError)."""
     check_target(source, target, options)
     check_there(source, "model", f"{source} does not exist; give a model's file or folder")
     if options.kind is not None and options.kind not in KINDS:
         raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, KINDS)}")
-    if options.dtype is not None and options.dtype not in FLOATS:
-        raise UserError(f"--dtype {options.dtype!r} is unknown; {closest(options.dtype, FLOATS)}")

@@ -14,7 +14,6 @@ from snac import SNAC
 from omni.checkpoint.folder import load_folder, save_folder
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ
-from omni.convert.formats import kind_of
 from omni.convert.grow import NOISE
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
@@ -29,6 +28,7 @@ from tests.codec.mimi_toys import save as save_mimi
 from tests.convert.hub_toys import VOCABULARY, edit_config, save_text, text_model
 from tests.infer.conftest import TINY
 from train.commands.models import run_convert as main
+from train.convert.convert import kind_of
 
 GROW = ["--encoder", "nano", "--codec", "codec2"]
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])
