@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder
+from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_folder, is_pickle
 from omni.checkpoint.tensors import (
     DTYPES,
     FileStamp,
@@ -253,6 +253,8 @@ def _load_model(path: Path, stored: FolderConfig, config: ModelConfig, quantize:
     """The model of a folder, all of whose files are compared with what was saved; without `weights`, their sizes alone, and its
     parameters are on the meta device."""
     file, held = path / WEIGHTS, stored.quantized
+    if is_pickle(file):  # before its size is compared: a pickle has another
+        raise UserError(f"{file} is a pickle, which could run code; convert it to safetensors first")
     for name, stamp in stored.files.items():
         _check_size(path / name, stamp.bytes)
     if held is None:

@@ -58,7 +58,7 @@ def check_inside(folder: Path, name: str, where: Path) -> None:
         home, target = folder.resolve(), (folder / name).resolve()
     except (OSError, RuntimeError) as error:
         raise UserError(f"{where}: files: {name!r:.100} cannot be followed ({error}); {AGAIN}") from error
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    homes = [home, *(parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots")]
     if not any(target.is_relative_to(root) for root in homes):
         raise out
 

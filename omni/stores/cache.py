@@ -3,30 +3,38 @@
     CACHE/stores/blocks/ab/abcdef…        bytes of an object, then their CRC-32
     CACHE/stores/files/0123abcd…/NAME     a file, or a folder of files, as a whole
     CACHE/stores/files/0123abcd….used     locked by each process that reads it
+    CACHE/stores/files/0123abcd…-pointers/pointers@1           the address, and the paths of all pointer files
+    CACHE/stores/files/0123abcd…-pointers/NAME/clips/a.flac    a pointer file: an object's address, size and version
+    CACHE/stores/files/0123abcd…-pointers/NAME/train.tsv       a file that came as it is
 
 The name of an entry is a hash of its address, size and version, so that an object that changes is another entry. Entries appear
 whole, by a rename; the oldest use goes first. fsspec's caches (`filecache`, `simplecache`, `blockcache`) have no limit, do not
 have the version in the key, and their list of files is not written safely by several processes.
+
+Pointer files stand for objects of a data set that stay in their store, as in Git LFS: readers see a folder of files. Only those
+of this cache are followed, whatever else a data set holds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
+from omni.audio.decode import SUFFIXES
 from omni.errors import UserError
 from omni.files import FULL, cache_folder, replacing
-from omni.stores.tries import number_of
+from omni.stores.drivers import StoredObject, join
+from omni.stores.tries import StoreError, number_of
 
 try:
     import fcntl
@@ -43,8 +51,6 @@ LOOKS = 20
 """A process looks at the size of the whole cache after each of so many parts of the limit that it has written."""
 TOUCHED = 60.0
 """Seconds within which an entry's use is noted once."""
-RECENT = 16
-"""Blocks that a process keeps in memory where the disk keeps none."""
 CHECKSUM = 4
 """Bytes of a block's CRC-32."""
 
@@ -68,19 +74,14 @@ def key_of(*parts: object) -> str:
 
 
 class StoreCache:
-    """The cache of a process. Threads and processes may use it together.
+    """The cache of a process. Threads and processes may use it together."""
 
-    Args:
-        folder: None for `stores` in the user's cache folder.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = cache_folder() / "stores" if folder is None else folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock = threading.Lock()
         self._unlooked: int | None = None  # bytes written since the size was looked at; None before the first look
         self._warned = False
         self._held: dict[Path, int] = {}
-        self._recent: OrderedDict[str, bytes] = OrderedDict()
 
     # --- blocks ---------------------------------------------------------------------------------------------------------
 
@@ -90,19 +91,15 @@ class StoreCache:
         try:
             data = path.read_bytes()
         except OSError:
-            return self._recent.get(key)
+            return None
         if zlib.crc32(data[:-CHECKSUM]).to_bytes(CHECKSUM, "little") != data[-CHECKSUM:]:
             return None
         _touch(path)
         return data[:-CHECKSUM]
 
     def write_block(self, key: str, data: bytes) -> None:
-        """Keep a block; where that fails, a line in the log says so once, and data are read without the cache.
-
-        Of blocks that the disk does not keep, memory keeps a few: a recording is read several times, one after another.
-        """
+        """Keep a block; where that fails, a line in the log says so once, and data are read without the cache."""
         if len(data) > limit_bytes():
-            self._remember(key, data)
             return
         path = self._block(key)
         try:
@@ -116,15 +113,8 @@ class StoreCache:
                     "the cache %s cannot be written (%s): data are read without it; %s", self.folder, error.strerror, way
                 )
             self._warned = True
-            self._remember(key, data)
-            return
-        self.written(len(data))
-
-    def _remember(self, key: str, data: bytes) -> None:
-        with self._lock:
-            self._recent[key] = data
-            while len(self._recent) > RECENT:
-                self._recent.popitem(last=False)
+        else:
+            self.written(len(data))
 
     def _block(self, key: str) -> Path:
         return self.folder / "blocks" / key[:2] / key
@@ -169,9 +159,11 @@ class StoreCache:
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
         except OSError as error:
-            full = "no space left" if error.errno in FULL else error.strerror or str(error)
+            why = (
+                "no space left" if error.errno in FULL else f"{error.strerror or error}: {Path(error.filename or '').name[:99]}"
+            )
             raise CacheError(
-                f"{address} cannot be kept in the cache {self.folder} ({full}; it needs {_amount(needed)}): free some "
+                f"{address} cannot be kept in the cache {self.folder} ({why}; it needs {_amount(needed)}): free some "
                 "space, or set OMNI_CACHE to a folder on another disk"
             ) from error
         self.hold(key)  # before older entries, or those that others use, make it go
@@ -281,3 +273,107 @@ def cache(process: int, folder: str) -> StoreCache:
 def own_cache() -> StoreCache:
     """The cache of this process."""
     return cache(os.getpid(), str(cache_folder() / "stores"))
+
+
+# --- pointer files --------------------------------------------------------------------------------------------------------
+
+POINTERS = "pointers@1"
+"""The file beside a folder in the cache that has pointer files (a name that no such folder has): its address, and their
+paths, with NUL after each."""
+POINTED = (".parquet", *SUFFIXES)
+"""Ends of the names of files that pointer files may stand for: recordings, and Parquet."""
+
+
+def write_pointers(entry: Path, folder: str, address: str, names: dict[str, StoredObject]) -> None:
+    """Write pointer files for objects at `address`, by their paths, into a folder of a cache's entry, and the list of them."""
+    for name, stored in names.items():
+        target = entry / folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps([stored.address, stored.size, stored.version]), encoding="utf-8")
+    (entry / POINTERS).write_bytes(b"\0".join([*map(os.fsencode, (address, *sorted(names))), b""]))
+
+
+def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
+    """The object that a pointer file in the cache stands for; None for all other files.
+
+    StoreError where the pointer file is damaged, or was removed.
+    """
+    file = os.fspath(path)
+    if not file.lower().endswith(POINTED) or not has_pointers(file):
+        return None
+    try:
+        address, size, version = json.loads(Path(file).read_bytes())
+        return StoredObject(str(address), int(size), str(version))
+    except FileNotFoundError:
+        _check_removed(file)
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{file} in the cache is damaged ({error}): remove the folder {entry_of(file)}") from error
+
+
+def _check_removed(file: str) -> None:
+    """StoreError where a pointer file that came is not there any more."""
+    entry = entry_of(file)
+    name = file[len(entry) + 1 :].partition(os.sep)[2]
+    try:
+        came = b"\0" + os.fsencode(name) + b"\0" in Path(entry, POINTERS).read_bytes()
+    except FileNotFoundError:
+        came = True
+    if came:
+        raise StoreError(f"{file} was removed from the cache while it was read: run the same command again")
+
+
+def address_of(folder: Path) -> str:
+    """The address of a folder that was brought with pointer files, or of one in it, with a slash at its end; "" for others."""
+    if not has_pointers(folder):
+        return ""
+    entry = entry_of(str(folder))
+    inner = str(folder)[len(entry) + 1 :].partition(os.sep)[2]
+    address = os.fsdecode(Path(entry, POINTERS).read_bytes().partition(b"\0")[0])
+    return f"{join(address, inner).rstrip('/')}/"
+
+
+def check_pointers(path: str | os.PathLike[str]) -> None:
+    """StoreError where a folder with pointer files, or the one that a file is in, is not in the cache any more."""
+    if not has_pointers(path):
+        raise StoreError(f"{path} was removed from the cache while it was read: run the same command again")
+
+
+def has_pointers(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder, or the one that a file is in, was brought with pointer files."""
+    file = os.fspath(path)
+    entry = entry_of(file) if "-pointers" in file else ""
+    return bool(entry) and os.path.exists(os.path.join(entry, POINTERS))
+
+
+def check_cache(folder: Path) -> None:
+    """UserError where a folder that another process brought with pointer files lies outside of this process's cache."""
+    if (folder.parent / POINTERS).is_file() and not has_pointers(folder):
+        raise UserError(
+            f"{folder} is not in the cache {own_cache().folder}: set OMNI_CACHE to the same folder for all processes"
+        )
+
+
+def stored_size(path: str | os.PathLike[str]) -> int:
+    """Size of a file, in bytes, or of the object that it stands for; OSError where there is no such file."""
+    stored = pointed_at(path)
+    return os.stat(path).st_size if stored is None else stored.size
+
+
+def entry_of(path: str) -> str:
+    """The cache's entry that a path is in; "" for one that is elsewhere."""
+    try:
+        roots = _roots(str(own_cache().folder))
+    except RuntimeError:  # there is no home folder, and so no cache
+        return ""
+    for root in roots:
+        if path.startswith(root):
+            return root + path[len(root) :].partition(os.sep)[0]
+    return ""
+
+
+@lru_cache(maxsize=8)
+def _roots(folder: str) -> tuple[str, ...]:
+    """How paths of whole files and folders in a cache start, as they are and with links resolved."""
+    files = os.path.join(folder, "files", "")
+    return files, os.path.join(os.path.realpath(files), "")

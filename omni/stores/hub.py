@@ -246,33 +246,34 @@ def _bars() -> Any:
     return Bars
 
 
+REFUSALS = {
+    "OfflineModeIsEnabled": "{at} cannot be {doing}: HF_HUB_OFFLINE is set, and it is not in the cache; unset it",
+    "LocalEntryNotFoundError": "{at} cannot be {doing}: {reason}; check the address and the network",
+    "BadRequestError": "{at} cannot be {doing}: {text}",
+    "LocalTokenNotFoundError": "{at} cannot be {doing} without a token: run `hf auth login`, or set HF_TOKEN",
+    "HFValidationError": "{at} is no name that the hub has: {text}",
+    "GatedRepoError": "{at} asks for consent first: give it on {at.page}, and run `hf auth login`",
+    "RevisionNotFoundError": "{at}: {at.repo} has no branch, tag or commit {at.revision!r}; check it",
+    "RepositoryNotFoundError": "{at} is not there, or is private: check the name; for a private one run `hf auth login`, or "
+    "set HF_TOKEN",
+}
+"""What users are told about errors of the library, by their names or their bases'."""
+
+
 def _asked(at: HubAddress, work: Callable[[], Result], doing: str = "read", tries: int = TRIES) -> Result:
     """The result of a request, which is made again while its failure may pass; UserError and MissingError say what to do."""
     _hub()
-    from huggingface_hub import errors
 
     def once() -> Result:
         try:
             return work()
-        except errors.OfflineModeIsEnabled as error:
-            raise UserError(f"{at} cannot be {doing}: HF_HUB_OFFLINE is set, and it is not in the cache; unset it") from error
-        except errors.LocalEntryNotFoundError as error:
-            if may_pass(error):
+        except Exception as error:
+            name = next((base.__name__ for base in type(error).__mro__ if base.__name__ in REFUSALS), "")
+            if not name or (name == "LocalEntryNotFoundError" and may_pass(error)):
                 raise
-            raise UserError(f"{at} cannot be {doing}: {reason(error)}; check the address and the network") from error
-        except errors.BadRequestError as error:
-            raise UserError(f"{at} cannot be {doing}: {' '.join(str(error).split())[:500]}") from error
-        except errors.LocalTokenNotFoundError as error:
-            raise UserError(f"{at} cannot be {doing} without a token: run `hf auth login`, or set HF_TOKEN") from error
-        except errors.HFValidationError as error:
-            raise UserError(f"{at} is no name that the hub has: {' '.join(str(error).split())}") from error
-        except errors.GatedRepoError as error:
-            raise UserError(f"{at} asks for consent first: give it on {at.page}, and run `hf auth login`") from error
-        except errors.RevisionNotFoundError as error:
-            raise MissingError(f"{at}: {at.repo} has no branch, tag or commit {at.revision!r}; check it") from error
-        except errors.RepositoryNotFoundError as error:
-            raise MissingError(
-                f"{at} is not there, or is private: check the name; for a private one run `hf auth login`, or set HF_TOKEN"
-            ) from error
+            text = " ".join(str(error).split())[:500]
+            missing = name in ("RevisionNotFoundError", "RepositoryNotFoundError")
+            refusal = REFUSALS[name].format(at=at, doing=doing, text=text, reason=reason(error))
+            raise (MissingError if missing else UserError)(refusal) from error
 
     return tried(once, at.address, doing, tries)

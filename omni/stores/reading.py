@@ -1,12 +1,11 @@
 """Reads what is at addresses: a file or folder in the cache, or an object that is open for reading at any position.
 
 `local_path("runs/nano/model")` is that path; `local_path("s3://bucket/model")` is a folder in the cache with what is there.
-With `pointers`, what is large in a data set stays in its store (`omni.stores.pointers`).
+With `pointers`, what is large in a data set stays in its store.
 """
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import logging
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO
 
 from omni.errors import UserError
 from omni.files import flush
-from omni.stores.cache import key_of, own_cache
+from omni.stores.cache import POINTED, POINTERS, entry_of, key_of, own_cache, write_pointers
 from omni.stores.drivers import (
     StoredObject,
     bare,
@@ -34,7 +33,6 @@ from omni.stores.drivers import (
     read_range,
 )
 from omni.stores.hub import parse_hub, snapshot
-from omni.stores.pointers import POINTED, POINTERS, entry_of, write_pointers
 from omni.stores.tries import MissingError, StoreError
 from omni.utils.remote import find_address, shown
 
@@ -119,10 +117,9 @@ def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False)
         with kept.filling(key, size, shown(address)) as folder:
             if folder is not None:
                 LOG.info("fetching %s (%.1f MB)", shown(address), size / 1e6)
-                with _named(address):
-                    _fill(folder if single else folder / last, come)
-                    if stay:
-                        write_pointers(folder, last, address, stay)
+                _fill(folder if single else folder / last, come)
+                if stay:
+                    write_pointers(folder, last, address, stay)
         entry = kept.hold(key)
         if entry is not None:
             _check(entry, entry if single else entry / last, come, bool(stay))
@@ -137,19 +134,6 @@ def _names(objects: Sequence[StoredObject], base: str) -> dict[str, StoredObject
         if other is not stored:
             raise UserError(f"{stored} and {other} would be the same file here: rename one of them")
     return names
-
-
-@contextmanager
-def _named(address: str) -> Iterator[None]:
-    """A context in which a name that the disk does not take is told."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
-            raise
-        file = os.path.basename(os.fsdecode(error.filename or ""))
-        why = "is too long" if error.errno == errno.ENAMETOOLONG else "is that of a folder, too"
-        raise UserError(f"{shown(address)} has a file whose name {why}: rename {file!r:.100}") from error
 
 
 def _check(entry: Path, folder: Path, come: dict[str, StoredObject], pointers: bool) -> None:
@@ -201,11 +185,9 @@ def _fill(folder: Path, names: dict[str, StoredObject]) -> None:
 
 def _copy(stored: StoredObject, start: int, target: Path) -> None:
     data = read_range(stored, start, min(stored.size, start + PIECE))
-    with target.open("r+b", buffering=0) as file:
+    with target.open("r+b") as file:
         file.seek(start)
-        view = memoryview(data)
-        while len(view):
-            view = view[file.write(view) :]
+        file.write(data)
 
 
 @contextmanager

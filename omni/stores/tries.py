@@ -31,6 +31,17 @@ PASSING_ERRORS = {
     "ProtocolError",
 }
 """Names of errors, or of their bases, of fsspec and of the libraries below it that may pass: they say nothing of a status."""
+NO_CREDENTIALS = {
+    *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError", "TokenRetrievalError"),
+}
+"""Names of errors of drivers that found no credentials."""
+CREDENTIALS = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true",
+    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS; for a public bucket "
+    "FSSPEC_GS_TOKEN=anon",
+    "hf": "run `hf auth login`, or set HF_TOKEN",
+}
+"""Where credentials are looked for, by scheme."""
 
 _rng = random.SystemRandom()  # of its own: seeds of a run are not touched
 
@@ -43,6 +54,10 @@ class StoreError(UserError):
 
 class ChangedError(StoreError):
     """An object that is not any more what it was when it was listed."""
+
+
+class MissingError(StoreError):
+    """An object, a folder or a bucket that is not there."""
 
 
 def stall_seconds() -> float:
@@ -105,15 +120,9 @@ def status_of(error: BaseException) -> int | None:
         response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        for status in (
-            response,
-            getattr(response, "status_code", None),
-            getattr(cause, "status", None),
-            getattr(cause, "code", None),
-        ):
-            if isinstance(status, str) and status.isdigit():
-                status = int(status)
-            if isinstance(status, int) and 100 <= status < 600:
+        values = (response, getattr(response, "status_code", ""), getattr(cause, "status", ""), getattr(cause, "code", ""))
+        for status in (int(str(value)) for value in values if str(value).isdigit()):
+            if 100 <= status < 600:
                 return status
     return None
 
@@ -148,18 +157,11 @@ def refusal(error: BaseException, address: str, doing: str, tries: int) -> Store
     if status in CHANGED_STATUS or "FileExpired" in names:
         return ChangedError(f"{where} has changed, or was replaced, since it was listed: run the same command again")
     scheme = address.partition("://")[0]
-    if names & {
-        "NoCredentialsError",
-        "PartialCredentialsError",
-        "ProfileNotFound",
-        "DefaultCredentialsError",
-        "TokenRetrievalError",
-    }:
-        return StoreError(f"{where} cannot be {doing}: there are no credentials ({reason(error)}); {_credentials(scheme)}")
+    way = CREDENTIALS.get(scheme, "give an address that needs no password")
+    if names & NO_CREDENTIALS:
+        return StoreError(f"{where} cannot be {doing}: there are no credentials ({reason(error)}); {way}")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return StoreError(
-            f"{where} cannot be {doing}: it is not allowed ({reason(error)}); ask for the right to, or {_credentials(scheme)}"
-        )
+        return StoreError(f"{where} cannot be {doing}: it is not allowed ({reason(error)}); ask for the right to, or {way}")
     if isinstance(error, OSError) and error.errno in FULL:
         return StoreError(f"{where} cannot be {doing}: no space left on the disk; free some")
     if status == 404 or (isinstance(error, FileNotFoundError) and not may_pass(error)):
@@ -171,18 +173,3 @@ def refusal(error: BaseException, address: str, doing: str, tries: int) -> Store
     )
     failure.again = may_pass(error)
     return failure
-
-
-class MissingError(StoreError):
-    """An object, a folder or a bucket that is not there."""
-
-
-def _credentials(scheme: str) -> str:
-    """Where credentials are looked for, by scheme."""
-    ways = {
-        "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket FSSPEC_S3_ANON=true",
-        "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS; for a public bucket "
-        "FSSPEC_GS_TOKEN=anon",
-        "hf": "run `hf auth login`, or set HF_TOKEN",
-    }
-    return ways.get(scheme, "give an address that needs no password")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
-from omni.stores.pointers import stored_size
+from omni.stores.cache import stored_size
 from omni.stores.reading import naming
 from omni.tasks import TASKS, Task, find_task
 from omni.utils.remote import check_there, find_address

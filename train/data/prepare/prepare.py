@@ -22,7 +22,7 @@ from typing import Any
 
 from omni.errors import UserError
 from omni.files import LOCK, flush, locked, read_json, write_json
-from omni.stores.pointers import stored_size
+from omni.stores.cache import stored_size
 from omni.stores.reading import content_key, naming
 from omni.utils.remote import find_address, refuse_remote
 from train.console.progress import Display, Progress, counted

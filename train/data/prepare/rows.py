@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
+from omni.stores.cache import check_cache
 from omni.stores.drivers import join
-from omni.stores.pointers import check_cache
 from omni.stores.tries import StoreError
 from omni.utils.remote import shown
 from train.data.prepare.config import PrepareConfig

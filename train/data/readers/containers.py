@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
+from omni.stores.cache import pointed_at
 from omni.stores.drivers import StoredObject, bare, list_objects, parent
-from omni.stores.pointers import pointed_at
 from omni.stores.reading import PIECE, ObjectReader, looked_up
 from omni.utils.remote import check_there, find_address, shown
 from train.data.readers.files import list_files

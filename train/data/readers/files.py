@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from omni.audio.io import AudioInfo, audio_info, read_part
 from omni.errors import UserError
 from omni.files import refuse_pointer
-from omni.stores.pointers import address_of, pointed_at
+from omni.stores.cache import address_of, pointed_at
 from omni.stores.reading import guarded
 from omni.stores.tries import StoreError
 from omni.utils.remote import check_there

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omni.errors import UserError
-from omni.stores.pointers import check_pointers, has_pointers
+from omni.stores.cache import check_pointers, has_pointers
 from omni.stores.tries import StoreError
 from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import open_records

@@ -27,8 +27,8 @@ from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
 from omni.audio.io import AudioInfo, audio_info, read_audio, read_part
 from omni.audio.resample import resample
 from omni.errors import UserError
+from omni.stores.cache import pointed_at
 from omni.stores.drivers import StoredObject, look_up
-from omni.stores.pointers import pointed_at
 from omni.stores.reading import PIECE, ObjectReader, guarded
 from omni.stores.tries import ChangedError, MissingError
 from omni.utils.remote import shown
@@ -208,7 +208,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class PointedRecording(Reference):
-    """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.pointers`). Its
+    """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.cache`). Its
     methods raise StoreError where it cannot be had."""
 
     @classmethod

@@ -42,7 +42,7 @@ from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.audio.resample import resample
 from omni.codec.registry import code_orders
 from omni.errors import UserError
-from omni.stores.pointers import has_pointers
+from omni.stores.cache import has_pointers
 from omni.tasks import Task
 from omni.utils.remote import refuse_remote
 from train.data.rows.reference import PointedRecording, Reference, SoundPart, UnfitReference

@@ -18,7 +18,7 @@ import torch
 
 from omni.errors import UserError
 from omni.files import cache_folder
-from omni.stores.pointers import POINTERS
+from omni.stores.cache import POINTERS
 from omni.stores.tries import ChangedError, StoreError
 from tests.golden.toys import write_sound, write_table
 from train.data import executor
