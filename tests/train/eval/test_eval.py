@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import whisper
 
 from omni.errors import UserError
 from omni.files import LOCK, locked
@@ -22,11 +21,9 @@ from train.commands.eval import main
 from train.data.readers import Broken
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound, features, to_plain
-from train.data.tts.espeak import synthesise
 from train.eval import journal
 from train.eval.config import EvalConfig
 from train.eval.questions import Questions, open_data, readable
-from train.scoring.asr import open_asr, transcript
 from train.scoring.text import normalise
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -277,40 +274,6 @@ def test_half_a_surrogate_pair_costs_its_row(
 
 
 # --- ASR, and two runs  -----------------------------------------------------------------------------------------------
-
-
-def save_whisper(file: Path) -> whisper.Whisper:
-    """A tiny random Whisper in OpenAI's format."""
-    torch.manual_seed(0)
-    sizes = whisper.ModelDimensions(80, 1500, 16, 2, 1, 51865, 12, 16, 2, 1)
-    made = whisper.Whisper(sizes).eval()
-    torch.save({"dims": vars(sizes), "model_state_dict": made.state_dict()}, file)
-    return made
-
-
-def test_a_whisper_hears_as_openai_s_own_call(tmp_path: Path) -> None:
-    made = save_whisper(tmp_path / "asr.pt")
-    asr = open_asr(str(tmp_path / "asr.pt"), [], 4, "cpu")
-    assert asr is not None
-    sound = torch.from_numpy(noise(1, 1.0))
-    plain = {"temperature": 0.0, "fp16": False, "no_speech_threshold": None, "condition_on_previous_text": False}
-    wanted = whisper.transcribe(made, sound.numpy(), language="en", **plain)
-    assert transcript(asr, sound, 16000, "en-GB") == str(wanted["text"]).strip()
-    assert transcript(asr, torch.zeros(16000), 16000, "en") == transcript(asr, None, 16000, "en") == ""
-
-
-def test_sphinx_hears_alike_in_any_order() -> None:
-    sounds = [synthesise(text) for text in ("one three", "two", "three two one")]
-    loud = 0.9 * torch.from_numpy(noise(3, 1.0))
-
-    def heard(order: list[int], before: bool) -> dict[int, str]:
-        asr = open_asr("sphinx", ["one", "two", "three"], 3, "cpu")
-        assert asr is not None
-        if before:
-            transcript(asr, loud, 16000, "en")
-        return {i: transcript(asr, *sounds[i], "en") for i in order}
-
-    assert heard([0, 1, 2], before=False) == heard([2, 1, 0], before=True)
 
 
 def test_spoken_answers_are_heard(model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.checkpoint.places import TOKENIZER, check_folder
+from omni.checkpoint.places import TOKENIZER
 from omni.config import ModelConfig, preset
 from omni.errors import UserError
 from omni.utils.process import importing
@@ -245,14 +245,12 @@ def chosen_target(chosen: Mapping[str, Any]) -> Target | None:
         if file is not None:
             raise UserError(f"--tokenizer {file} is given without a model: name one with --model or --preset")
         return None
-    if folder is not None:
-        check_folder(folder)
-        file = file or folder / TOKENIZER
     with importing():
         from omni.checkpoint.folder import read_config
         from omni.text import Tokenizer
 
     config = preset(str(name)) if folder is None else read_config(folder)
+    file = folder / TOKENIZER if file is None and folder is not None else file
     tokenizer, size = Tokenizer.bytes() if file is None else Tokenizer.from_file(file), config.layout.text.size
     if file is None and size != len(tokenizer):
         raise UserError(

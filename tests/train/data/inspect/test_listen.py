@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 
 from omni.audio.io import read_audio
-from omni.checkpoint.places import CODEC, CONFIG
+from omni.checkpoint.folder import save_folder
+from omni.checkpoint.places import CODEC
 from omni.codec import registry as codecs
-from omni.config import FORMAT_VERSION, to_dict
 from omni.errors import UserError
+from omni.model.speech_model import SpeechModel
 from tests.train.data.inspect.test_stats import model
 from tests.train.data.inspect.toys import RATE, Beeper, beeping, path_too_long, path_with_nul, row, spoilt, stored
 from tests.train.data.toys import TOKENIZER
@@ -52,10 +52,9 @@ def test_a_model_brings_its_codec(named: bool, tmp_path: Path, monkeypatch, caps
     """Weights and all, unless others are named: codes sound, and the row is drawn as this model is shown it."""
     asked: list[Path | None] = []
     monkeypatch.setitem(codecs.CODECS, "snac", beeping("snac", lambda folder, device: asked.append(folder) or Beeper("snac")))
-    place, out = tmp_path / "model", tmp_path / "out"
-    (place / CODEC).mkdir(parents=True)
-    (place / CONFIG).write_text(json.dumps({"format": FORMAT_VERSION, "model": to_dict(model("snac"))}))
-    TOKENIZER.save(place / "tokenizer.json")
+    place, out, config = tmp_path / "model", tmp_path / "out", model("snac")
+    save_folder(place, config, SpeechModel(config).state_dict(), TOKENIZER)
+    (place / CODEC).mkdir()
     more = ["--codec_folder", str(tmp_path / "mine")] if named else []
     assert main([str(stored(tmp_path / "data", [row(0, "snac")])), "0", "--out", str(out), "--model", str(place), *more]) == 0
     assert asked == [tmp_path / "mine" if named else place / CODEC]

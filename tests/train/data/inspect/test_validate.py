@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,7 +20,7 @@ from train.commands.data import run_validate as main
 from train.data.inspect.checks import KINDS, Bounds, Findings
 from train.data.inspect.measures import BadSound, Codecs, clipped_share, load, measure, silence_share, sound_errors
 from train.data.inspect.scan import Scan
-from train.data.inspect.validate import validate
+from train.data.inspect.validate import repeats, shared, validate
 from train.data.readers.codes import codes_kinds
 from train.data.rows.row import Codes, Row, RowTurn, Sound, Word
 
@@ -268,3 +270,17 @@ def test_what_is_known_of_codecs() -> None:
     assert codes_kinds()["cosyvoice2"].sizes == (6561,)
     levels = torch.stack([torch.full((3,), i) for i in range(7)])
     assert Codecs().streams(Codes("snac", levels, "levels"))[:, 0].tolist() == [0, 1, 3, 4, 2, 5, 6]
+
+
+@pytest.mark.parametrize("repeat", [1, 3])
+def test_digests_equal_the_plain_search(repeat: int) -> None:
+    rng = np.random.default_rng(repeat)
+    a, b = rng.integers(0, 40, 60).tolist(), rng.integers(0, 40, 30).tolist()
+    ours, theirs = (
+        array("Q", [number for i, value in enumerate(values) for number in (value << 57, i // repeat)]) for values in (a, b)
+    )
+    first = [a.index(value) // repeat for value in a]
+    assert list(repeats(ours)) == [(i // repeat, first[i]) for i in range(60) if first[i] != i // repeat]
+    assert list(shared(ours, theirs)) == [(i // repeat, b.index(value) // repeat) for i, value in enumerate(a) if value in b]
+    none = array("Q")
+    assert not list(shared(ours, none)) and not list(repeats(none)) and not list(shared(none, ours))
