@@ -72,11 +72,7 @@ function start() {
     new Meter(byId('answer-level'), 1, () => player.analyser),
   ];
   run(meters, (level) => byId('talk').style.setProperty('--level', level.toFixed(2)));
-  window.omniPage = {
-    state: () => conversation.state,
-    played: () => Object.fromEntries(player.items), // samples of each item that is not finished
-    underruns: () => player.underruns,
-  };
+  window.omniPage = { underruns: () => player.underruns };
   setHandsFree();
   if (!canRecord()) notice(NO_RECORDING);
   connection.open(sessionStorage.getItem(KEY) ?? '');

@@ -16,10 +16,8 @@ export function toBase64(samples) {
 
 /** Base64 to Int16Array. */
 export function fromBase64(text) {
-  const characters = atob(text);
-  const bytes = new Uint8Array(characters.length & ~1);
-  for (let i = 0; i < bytes.length; i++) bytes[i] = characters.charCodeAt(i);
-  return new Int16Array(bytes.buffer);
+  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  return new Int16Array(bytes.buffer, 0, bytes.length >> 1);
 }
 
 /** One Int16Array of several. */
@@ -41,23 +39,12 @@ export function toMilliseconds(samples) {
   return Math.floor((samples * 1000) / RATE);
 }
 
-/** A WAV file (RIFF, format 1 = PCM, one channel of 16 bits) as a Blob. */
+/** A WAV file (RIFF, format 1 = PCM, one channel of 16 bits) as a Blob; its header as little-endian words of 32 bits. */
 export function toWav(samples) {
-  const header = new DataView(new ArrayBuffer(44));
-  const text = (offset, value) => [...value].forEach((letter, i) => header.setUint8(offset + i, letter.charCodeAt(0)));
-  text(0, 'RIFF');
-  header.setUint32(4, 36 + samples.byteLength, true);
-  text(8, 'WAVEfmt ');
-  header.setUint32(16, 16, true); // bytes of the format
-  header.setUint16(20, 1, true); // PCM
-  header.setUint16(22, 1, true); // channels
-  header.setUint32(24, RATE, true);
-  header.setUint32(28, RATE * 2, true); // bytes per second
-  header.setUint16(32, 2, true); // bytes of a sample
-  header.setUint16(34, 16, true); // bits of a sample
-  text(36, 'data');
-  header.setUint32(40, samples.byteLength, true);
-  return new Blob([header, samples], { type: 'audio/wav' });
+  const [riff, wave, fmt, data] = [0x46464952, 0x45564157, 0x20746d66, 0x61746164];
+  const format = [0x1_0001, RATE, RATE * 2, 0x10_0002]; // one channel, PCM; samples and bytes per second; bits and bytes of one
+  const header = [riff, 36 + samples.byteLength, wave, fmt, 16, ...format, data, samples.byteLength];
+  return new Blob([new Uint32Array(header), samples], { type: 'audio/wav' });
 }
 
 const DUCKED_GAIN = 0.2;
@@ -85,24 +72,14 @@ export async function openContext(speaker) {
 export class Microphone {
   /** `onPiece` gets every Int16Array of 40 ms; `onLost` is called where the device goes away. */
   constructor({ onPiece, onLost }) {
-    this.onPiece = onPiece;
-    this.onLost = onLost;
-    this.stream = null;
-    this.analyser = null;
+    Object.assign(this, { onPiece, onLost, stream: null, analyser: null, isMuted: false });
     this.opening = null; // promise, while the browser asks
-    this.isMuted = false;
-  }
-
-  get isOpen() {
-    return this.stream !== null;
   }
 
   /** Error, with a message for people, where there is no microphone to be had. */
   async open(context, device) {
-    if (this.isOpen) return;
-    this.opening ??= this.ask(context, device).finally(() => {
-      this.opening = null;
-    });
+    if (this.stream) return;
+    this.opening ??= this.ask(context, device).finally(() => (this.opening = null));
     await this.opening;
   }
 
@@ -123,9 +100,8 @@ export class Microphone {
       this.close();
       throw new Error(MICROPHONE_TROUBLE[error.name] ?? `The microphone cannot be used (${error.message}). Typing works.`);
     }
-    const [track] = this.stream.getAudioTracks();
-    track.enabled = !this.isMuted;
-    track.onended = () => {
+    this.mute(this.isMuted);
+    this.stream.getAudioTracks()[0].onended = () => {
       this.close();
       this.onLost();
     };
@@ -134,11 +110,7 @@ export class Microphone {
   connect(context) {
     this.source = context.createMediaStreamSource(this.stream);
     this.analyser = new AnalyserNode(context, { fftSize: 1024 });
-    this.worklet = new AudioWorkletNode(context, 'capture', {
-      numberOfOutputs: 0,
-      channelCount: 1,
-      channelCountMode: 'explicit',
-    });
+    this.worklet = new AudioWorkletNode(context, 'capture', { numberOfOutputs: 0, channelCount: 1, channelCountMode: 'explicit' });
     this.worklet.port.onmessage = ({ data }) => this.onPiece(data);
     this.source.connect(this.analyser).connect(this.worklet);
   }
@@ -153,9 +125,7 @@ export class Microphone {
 
   mute(muted) {
     this.isMuted = muted;
-    this.stream?.getAudioTracks().forEach((track) => {
-      track.enabled = !muted;
-    });
+    this.stream?.getAudioTracks().forEach((track) => (track.enabled = !muted));
   }
 }
 
@@ -166,13 +136,9 @@ export class Player {
    * onStop(item, heard): it was stopped after that many samples
    */
   constructor({ onStart, onFinish, onStop }) {
-    this.onStart = onStart;
-    this.onFinish = onFinish;
-    this.onStop = onStop;
-    this.items = new Map(); // samples played of each item that is not finished
+    Object.assign(this, { onStart, onFinish, onStop, context: null, analyser: null, underruns: 0 });
+    this.items = new Set(); // that are not finished
     this.stops = []; // promises of stops under way
-    this.underruns = 0;
-    this.context = this.analyser = null;
   }
 
   open(context) {
@@ -191,7 +157,7 @@ export class Player {
   /** Queue an Int16Array of an item; it is not heard where the browser plays no sound. */
   add(item, samples) {
     if (this.context?.state !== 'running') return;
-    if (!this.has(item)) this.items.set(item, 0);
+    this.items.add(item);
     this.worklet.port.postMessage({ type: 'samples', item, samples });
   }
 
@@ -227,10 +193,6 @@ export class Player {
     this.onStart(item, performance.now() + this.latency * 1000);
   }
 
-  progress({ item, played }) {
-    if (this.has(item)) this.items.set(item, played);
-  }
-
   finished({ item }) {
     if (this.items.delete(item)) this.onFinish(item);
   }
@@ -253,12 +215,8 @@ const LOUD = 0.25; // root mean square of a full bar
 export class Meter {
   /** `analyser()` gives an AnalyserNode, or null while there is no sound; `direction` is -1 for bars that move to the left. */
   constructor(canvas, direction, analyser) {
-    this.canvas = canvas;
-    this.direction = direction;
-    this.analyser = analyser;
+    Object.assign(this, { canvas, direction, analyser, levels: [], level: 0 });
     this.samples = new Float32Array(1024);
-    this.levels = [];
-    this.level = 0;
     new ResizeObserver(() => this.resize()).observe(canvas);
   }
 

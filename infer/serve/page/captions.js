@@ -10,9 +10,7 @@ const OBJECTS = { user: 'what you said', assistant: 'the answer' };
 
 class Turn {
   constructor(role, id, number, actions) {
-    this.role = role;
-    this.number = number;
-    this.text = '';
+    Object.assign(this, { role, number, text: '' });
     this.heard = null; // of an interrupted answer: the text that was heard
     this.sound = null; // Int16Array
     this.isPartial = false; // the text is what was understood while it was spoken
@@ -36,20 +34,10 @@ class Turn {
     this.show(this.isPartial ? text : this.text + text);
   }
 
-  /** Show what is understood so far, until the next text takes its place. */
-  showPartial(text) {
-    this.show(text);
-    this.setPartial(true);
-  }
-
-  setPartial(isPartial) {
-    this.isPartial = isPartial;
+  /** Show a text; one that is partial until the next takes its place. */
+  show(text, isPartial = false) {
     this.words.classList.toggle('partial', isPartial);
-  }
-
-  show(text) {
-    this.setPartial(false);
-    this.text = text;
+    Object.assign(this, { text, isPartial });
     if (this.heard === null) this.words.textContent = text;
     else this.strike();
   }
@@ -93,10 +81,7 @@ class Turn {
 export class Captions {
   /** `actions`: {replay(turn), save(turn)}. */
   constructor(log, actions) {
-    this.log = log;
-    this.actions = actions;
-    this.turns = new Map();
-    this.count = 0;
+    Object.assign(this, { log, actions, turns: new Map(), count: 0 });
   }
 
   add(role, id) {

@@ -19,10 +19,7 @@ const KEY_CODES = { missing_api_key: 'needed', invalid_api_key: 'refused' };
 
 export class Connection {
   constructor({ needsKey, onEvent, onStatus }) {
-    this.needsKey = needsKey;
-    this.onEvent = onEvent;
-    this.onStatus = onStatus;
-    this.isOpen = false;
+    Object.assign(this, { needsKey, onEvent, onStatus, isOpen: false });
     this.waiting = []; // resolve functions of `ready()`
     window.addEventListener('online', () => this.timer && this.connect());
   }

@@ -38,7 +38,7 @@ export class Conversation {
   }
 
   get isSpeaking() {
-    return [...this.player.items.keys()].some((item) => this.answers.has(item));
+    return [...this.player.items].some((item) => this.answers.has(item));
   }
 
   get isThinking() {
@@ -187,7 +187,7 @@ const HANDLERS = {
   'omni.input_audio_transcription.partial'({ item_id, transcript }) {
     if (!this.captions.get(item_id)) this.captions.add('user', item_id);
     this.partial = item_id;
-    this.captions.change(item_id, (turn) => turn.showPartial(transcript));
+    this.captions.change(item_id, (turn) => turn.show(transcript, true));
   },
 
   'conversation.item.input_audio_transcription.delta': addText,

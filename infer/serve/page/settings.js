@@ -11,8 +11,7 @@ const NAMES = { answer: 'Answer', transcribe: 'Transcribe', default: 'Default' }
 export class Settings {
   /** `config` is the server's; `onChange(name)` is called with the name of a field that was changed. */
   constructor(form, config, onChange) {
-    this.form = form;
-    this.config = config;
+    Object.assign(this, { form, config });
     fill(form.elements.voice, named(config.voices));
     fill(form.elements.task, named(config.tasks));
     this.restore();

@@ -12,38 +12,27 @@ const SHORT = 300; // milliseconds
 
 export class TalkButton {
   constructor(element, { onBegin, onEnd }) {
-    this.element = element;
-    this.onBegin = onBegin;
-    this.onEnd = onEnd;
-    this.isSwitch = false;
-    this.isOn = false;
-    this.listen();
-  }
-
-  listen() {
-    const { element } = this;
+    Object.assign(this, { element, onBegin, onEnd, isSwitch: false, isOn: false });
+    const release = () => this.release();
+    const onKey = (act) => (event) => {
+      if (!this.isMine(event)) return;
+      event.preventDefault();
+      if (!event.repeat) act();
+    };
     element.addEventListener('pointerdown', (event) => {
       if (event.button !== 0) return;
       element.setPointerCapture(event.pointerId);
       this.press();
     });
-    element.addEventListener('pointerup', () => this.release());
-    element.addEventListener('pointercancel', () => this.release());
+    element.addEventListener('pointerup', release);
+    element.addEventListener('pointercancel', release);
     element.addEventListener('contextmenu', (event) => event.preventDefault());
     element.addEventListener('click', (event) => {
       if (event.detail === 0) this.set(!this.isOn); // neither pointer nor key: assistive software
     });
-    document.addEventListener('keydown', (event) => {
-      if (!this.isMine(event)) return;
-      event.preventDefault();
-      if (!event.repeat) this.press();
-    });
-    document.addEventListener('keyup', (event) => {
-      if (!this.isMine(event)) return;
-      event.preventDefault();
-      this.release();
-    });
-    window.addEventListener('blur', () => this.release());
+    document.addEventListener('keydown', onKey(() => this.press()));
+    document.addEventListener('keyup', onKey(release));
+    window.addEventListener('blur', release);
   }
 
   /** The space bar is the button's wherever it does nothing else. */
@@ -77,11 +66,7 @@ const RECORDED = 180; // seconds
 export class VoiceInput {
   /** `onTurn({start, end})`: a held turn was committed; milliseconds of all that was sent. */
   constructor({ send, onTurn, onNotice }) {
-    this.send = send;
-    this.onTurn = onTurn;
-    this.onNotice = onNotice;
-    this.handsFree = false;
-    this.isActive = false; // held, or hands-free
+    Object.assign(this, { send, onTurn, onNotice, handsFree: false });
     this.longest = Infinity; // seconds of a held turn, with the pieces before it
     this.before = [];
     this.reset();
@@ -92,7 +77,7 @@ export class VoiceInput {
     this.record = [];
     this.recorded = 0; // samples in the record
     this.sent = 0; // samples
-    this.isActive = false;
+    this.isActive = false; // held, or hands-free
     this.isReleased = false;
   }
 

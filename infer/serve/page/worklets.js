@@ -7,8 +7,8 @@
  *
  * playback
  * in:  {type: 'samples', item, samples: Int16Array}, {type: 'end', item} (no more of it comes), {type: 'stop'} (all items)
- * out: {type: 'started', item}, {type: 'progress' | 'finished', item, played}, {type: 'underrun', item, held}, and for a stop,
- *      after its fade, {type: 'stopped', items: [{item, played}]}; `played` and `held` count samples
+ * out: {type: 'started' | 'finished' | 'underrun', item}, and for a stop, after its fade, {type: 'stopped', items: [{item, played}]},
+ *      where `played` counts samples
  *
  * An item begins when as many samples are held as the jitter buffer asks for. Where they run out before the end, it waits
  * again, for more: the buffer grows by a step with each underrun and shrinks slowly while there is none.
@@ -59,7 +59,6 @@ const MOST_HELD = 400 * MILLISECOND;
 const GROWTH = 40 * MILLISECOND;
 const SHRINKAGE = 20 * MILLISECOND;
 const SMOOTH = 15000 * MILLISECOND; // play without underrun after which the buffer shrinks
-const REPORT = 100 * MILLISECOND;
 
 class Item {
   constructor(id) {
@@ -137,7 +136,7 @@ class Playback extends AudioWorkletProcessor {
     const change = item.stopping ? -1 / STOP_FADE : 1 / FADE;
     this.gain = Math.max(0, Math.min(1, this.gain + change, (item.held - 1) / FADE));
     const sample = item.next() * this.gain;
-    this.count(item);
+    this.count();
     if (item.stopping ? this.gain === 0 : item.held === 0) this.pause(item);
     return sample;
   }
@@ -165,7 +164,7 @@ class Playback extends AudioWorkletProcessor {
       this.stopped.push(item);
       this.reportStopped();
     } else {
-      this.report('finished', { item: item.id, played: item.played });
+      this.report('finished', { item: item.id });
     }
   }
 
@@ -174,8 +173,8 @@ class Playback extends AudioWorkletProcessor {
     this.stopped = [];
   }
 
-  count(item) {
-    if (item.played % REPORT === 0) this.report('progress', { item: item.id, played: item.played });
+  /** Count a sample that was played without underrun. */
+  count() {
     if (++this.smooth < SMOOTH) return;
     this.smooth = 0;
     this.wanted = Math.max(LEAST_HELD, this.wanted - SHRINKAGE);
@@ -185,7 +184,7 @@ class Playback extends AudioWorkletProcessor {
     item.starved = false;
     this.smooth = 0;
     this.wanted = Math.min(MOST_HELD, this.wanted + GROWTH);
-    this.report('underrun', { item: item.id, held: this.wanted });
+    this.report('underrun', { item: item.id });
   }
 
   report(type, values) {

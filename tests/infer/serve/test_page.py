@@ -30,7 +30,7 @@ globalThis.document = { createElement: element };
 const log = element('div');
 const { Captions } = await import('./captions.js');
 const { Conversation } = await import('./conversation.js');
-const player = { items: new Map(), stop() {}, duck() {} };
+const player = { items: new Set(), stop() {}, duck() {} };
 const captions = new Captions(log, { replay() {}, save() {} });
 const input = { cut: () => new Int16Array(5), isActive: true, handsFree: true };
 const conversation = new Conversation({ send() {}, player, captions, input, onNotice() {}, onChange() {} });
