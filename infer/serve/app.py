@@ -21,10 +21,10 @@ from infer.serve.host import EngineHost
 from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
 from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.realtime.webrtc import Calls
+from infer.serve.realtime.webrtc import PATH, Calls
 from infer.serve.realtime.websocket import INTERNAL, SocketTransport, refuse, serve_socket
 from infer.serve.rest.audio import speak, transcribe
-from infer.serve.rest.chat import Completions
+from infer.serve.rest.chat import complete
 from infer.serve.rest.jobs import Job, Jobs
 from infer.serve.server import REALTIME, Gate, Headers, Server, add_web, response_of, too_large
 from infer.serve.settings import ServeSettings
@@ -73,8 +73,8 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
             expose_headers=["Location"],
         )
     add_web(app, server)
-    add_rest(app, server)
-    calls = Calls(app, server)
+    calls = Calls(server)
+    add_api(app, server, calls)
 
     @app.exception_handler(Denied)
     async def denied(request: Request, error: Denied) -> JSONResponse:
@@ -169,11 +169,13 @@ def add_models(app: FastAPI, server: Server) -> None:
         return response_of(ProtocolError(message, "model_not_found", "model", status=404))
 
 
-def add_rest(app: FastAPI, server: Server) -> None:
-    """Add the routes to an application, which tells `Denied` and HTTP's own errors in OpenAI's form."""
+def add_api(app: FastAPI, server: Server, calls: Calls) -> None:
+    """Add the API's routes to an application, which tells `Denied` and HTTP's own errors in OpenAI's form."""
     jobs = Jobs(server)
     add_models(app, server)
-    jobs.add(app, "/v1/chat/completions", Completions().handle)
+    jobs.add(app, PATH, calls.create)
+    app.add_api_route(PATH + "/{call_id}/hangup", calls.hang_up, methods=["POST"], response_model=None)
+    jobs.add(app, "/v1/chat/completions", complete)
     jobs.add(app, "/v1/audio/transcriptions", transcribe)
     jobs.add(app, "/v1/audio/speech", speak)
     jobs.add(app, "/v1/realtime/client_secrets", make_secret)

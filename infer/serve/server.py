@@ -24,6 +24,7 @@ from infer.serve.realtime.configuration import Configuration, Voices, updated
 from infer.serve.realtime.protocol import LOST, ProtocolError
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.state import Transport
+from infer.serve.rest.answers import KeptAnswers
 from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import LOG, Metrics
 from infer.turns.vad import VoiceActivity
@@ -68,6 +69,7 @@ class Server:
     vad: VoiceActivity = field(default_factory=VoiceActivity)
     sessions: dict[str, RealtimeSession] = field(default_factory=dict)  # the open Realtime sessions, by their ids
     requests: Counter[str] = field(default_factory=Counter)  # HTTP requests under way, by the owners of their keys
+    kept: KeptAnswers = field(default_factory=KeptAnswers)  # spoken answers that later requests may refer to
     draining: bool = False  # no new session is taken
     idle: dict[Any, None] = field(default_factory=dict)  # connections without a request, the oldest first
 

@@ -106,10 +106,6 @@ class Metrics:
         self.requests = Counter("omni_requests", "Requests besides Realtime", ["path", "status"], **named)
         self._engine = {name: Gauge(f"omni_engine_{name}", text, **named) for name, (text, _) in ENGINE.items()}
 
-    def endpointed(self, seconds: float | None) -> None:
-        if seconds is not None:
-            self.endpointing.observe(seconds)
-
     def answered(self, status: str, underruns: int) -> None:
         """Count an answer that ended with a status, and its gaps as it was sent."""
         self.answers.labels(status).inc()

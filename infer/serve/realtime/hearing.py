@@ -446,7 +446,8 @@ class SessionInput:
         owner = self._owner
         sound = self.buffer.take(self._begins, ended + owner.settings.padding)
         self.buffer.forget(decided)
-        owner.metrics.endpointed(endpointing)
+        if endpointing is not None:
+            owner.metrics.endpointing.observe(endpointing)
         self._add(self._item, sound[: int(owner.longest * PCM_RATE)])
         detection = owner.configuration.audio.input.turn_detection
         if owner.configuration.type == "realtime" and detection is not None and detection.create_response:

@@ -11,17 +11,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
 from aiortc.rtcconfiguration import RTCBundlePolicy
 from aiortc.sdp import SessionDescription
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
 
 from infer.serve.bounds import EXPIRED, Closed, Quota, SessionBounds
 from infer.serve.errors import Denied
@@ -31,7 +28,8 @@ from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
 from infer.serve.realtime.session import RealtimeSession
-from infer.serve.server import Server, respond, response_of
+from infer.serve.rest.jobs import Job
+from infer.serve.server import Server, response_of
 from omni.utils.private import gather_from
 
 CONNECT = 30.0  # seconds that a client has from its offer to its data channel
@@ -41,8 +39,7 @@ MOST_CANDIDATES = 20  # addresses of a client that are tried; others are left ou
 
 PATH = "/v1/realtime/calls"
 
-CONNECTING = 8  # calls of a key that may be on their way at once, from the head of the request to the data channel
-BODY_SECONDS = 30.0  # seconds in which the body of a request has to come
+CONNECTING = 8  # calls of a key that may be on their way at once, until their data channels are open
 
 
 class CallTransport:
@@ -234,52 +231,22 @@ def _bad_offer(problem: str) -> ProtocolError:
 
 
 class Calls:
-    """The calls of one server, and their routes in an application."""
+    """The calls of one server."""
 
-    def __init__(self, app: FastAPI, server: Server) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
         self._calls: dict[str, Call] = {}
-        self._asking: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
-        @app.post(PATH)
-        async def create(request: Request) -> Response:
-            owner, secret = server.admit(request.headers, [])
-            with self._counted(owner):
-                return await respond(self._create(request, owner, secret))
-
-        @app.post(PATH + "/{call_id}/hangup")
-        async def hang_up(request: Request, call_id: str) -> Response:
-            owner, _ = server.admit(request.headers, [])
-            call = self._calls.get(call_id)
-            if call is None or call.owner != owner:
-                message = f"there is no call {call_id[:80]!r}, or it has ended"
-                return response_of(ProtocolError(message, "call_not_found", status=404))
-            call.session.transport.end("the client hung up")
-            return Response()
-
-    @contextlib.contextmanager
-    def _counted(self, owner: str) -> Iterator[None]:
-        """Count an offer that is still coming; Denied where too many calls of its key are not connected."""
-        connecting = sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values())
-        if self._asking[owner] + connecting >= CONNECTING:
+    async def create(self, job: Job) -> Response:
+        """Begins the call of an offer, and answers it; Denied where too many calls of its key are not connected."""
+        server, owner, request = self._server, job.owner, job.request
+        offer, changes = await _read(job)
+        if sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values()) >= CONNECTING:
             raise Denied(429, "rate_limit_exceeded", f"{CONNECTING} calls of this key are not connected yet; wait")
-        self._asking[owner] += 1
-        try:
-            yield
-        finally:
-            self._asking[owner] -= 1
-
-    async def _create(self, request: Request, owner: str, secret: Mapping[str, Any]) -> Response:
-        """Begin the call of an offer, and answer it."""
-        server = self._server
-        try:
-            offer, changes = await asyncio.wait_for(_read(request), BODY_SECONDS)
-        except asyncio.TimeoutError:
-            raise ProtocolError("the body did not come in time", "request_timeout", status=408) from None
         transport = CallTransport(server.settings.limits.unread_bytes)
         omni = request.query_params.get("omni") == "1"
-        session = server.begin("webrtc", owner, transport, merged(secret, changes), omni)
+        session = server.begin("webrtc", owner, transport, merged(job.secret, changes), omni)
         call = Call(transport, session, server.keys.usage[owner], owner)
         self._calls[call.id] = call
         try:
@@ -292,6 +259,16 @@ class Calls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return Response(answer, 201, {"location": f"{PATH}/{call.id}"}, "application/sdp")
+
+    async def hang_up(self, request: Request, call_id: str) -> Response:
+        """Ends a call."""
+        owner, _ = self._server.admit(request.headers, [])
+        call = self._calls.get(call_id)
+        if call is None or call.owner != owner:
+            message = f"there is no call {call_id[:80]!r}, or it has ended"
+            return response_of(ProtocolError(message, "call_not_found", status=404))
+        call.session.transport.end("the client hung up")
+        return Response()
 
     async def close(self) -> None:
         """End all of them."""
@@ -317,28 +294,20 @@ class Calls:
             self._server.end("webrtc", call.owner, call.session, reason)
 
 
-async def _read(request: Request) -> tuple[str, Event]:
+async def _read(job: Job) -> tuple[str, Event]:
     """A request's offer and configuration, of a body of `application/sdp` or a form; ProtocolError where it has none."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    content_type = job.request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/sdp":
-        return (await request.body()).decode("utf-8", "replace"), {}
+        return (await job.body()).decode("utf-8", "replace"), {}
     if content_type != "multipart/form-data":
         raise ProtocolError("send the offer as application/sdp, or as multipart/form-data with sdp and session", "invalid_form")
-    try:
-        async with request.form(max_files=2, max_fields=8) as form:
-            offer, session = [await _text(form.get(name)) for name in ("sdp", "session")]
-    except HTTPException as error:
-        if error.status_code != 400:
-            raise
-        raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
-    if offer is None:
+    async with job.form(files=2) as form:  # some clients send fields as files
+        fields = [form.get(name) for name in ("sdp", "session")]
+        texts = [await field.read() if isinstance(field, UploadFile) else (field or "").encode() for field in fields]
+    offer, session = [text.decode("utf-8", "replace") for text in texts]
+    if not offer:
         raise ProtocolError("the form has no sdp, the offer", "missing_required_parameter", "sdp")
     configuration = read_json(session or "{}", "session", "session")
     if not isinstance(configuration, dict):
         raise ProtocolError("session is no object; send one", "invalid_json", "session")
     return offer, configuration
-
-
-async def _text(field: UploadFile | str | None) -> str | None:
-    """A form's field, which some clients send as a file."""
-    return (await field.read()).decode("utf-8", "replace") if isinstance(field, UploadFile) else field

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from torch import Tensor
 
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import KeptAnswers, TokenCounts, deltas, encoded, resampled, token_counts
+from infer.serve.rest.answers import TokenCounts, deltas, encoded, resampled, token_counts
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, ChatMessage, MessageReader, in_decoder
 from infer.serve.settings import limited
@@ -78,35 +78,29 @@ class ChatRequest(BaseModel):
         return chosen or ("pcm16" if self.stream else "wav")
 
 
-class Completions:
-    """Answers the requests of one server, and keeps the spoken answers that later ones may refer to."""
-
-    def __init__(self) -> None:
-        self.kept = KeptAnswers()
-
-    async def handle(self, job: Job) -> Response:
-        body = await job.read(ChatRequest)
-        if body.speaks and not job.server.voices.speaks:
-            raise ProtocolError("this model has no sound; leave modalities out", param="modalities")
-        if body.speaks and body.stream and body.form != "pcm16":
-            raise ProtocolError(f"audio.format is {body.form!r}; streams have pcm16", param="audio.format")
-        config = job.server.host.engine.config
-        reader = MessageReader(longest(config), lambda answer_id: self.kept.find(answer_id, job.owner))
-        chat = await in_decoder(reader.read, body.messages)
-        job.server.keys.usage[job.owner].count(seconds=chat.seconds)
-        completion = Completion(job, body, chat, self.kept)
-        question, task, options = completion.asked()
-        if not body.stream:
-            return JSONResponse(await completion.whole(*await job.whole(question, task, **options)))
-        events = await job.begun(question, task, **options)
-        return event_stream(job, completion.chunks(events), last="[DONE]")
+async def complete(job: Job) -> Response:
+    """Answers a request."""
+    body, server = await job.read(ChatRequest), job.server
+    if body.speaks and not server.voices.speaks:
+        raise ProtocolError("this model has no sound; leave modalities out", param="modalities")
+    if body.speaks and body.stream and body.form != "pcm16":
+        raise ProtocolError(f"audio.format is {body.form!r}; streams have pcm16", param="audio.format")
+    reader = MessageReader(longest(server.host.engine.config), lambda answer_id: server.kept.find(answer_id, job.owner))
+    chat = await in_decoder(reader.read, body.messages)
+    server.keys.usage[job.owner].count(seconds=chat.seconds)
+    completion = Completion(job, body, chat)
+    question, task, options = completion.asked()
+    if not body.stream:
+        return JSONResponse(await completion.whole(*await job.whole(question, task, **options)))
+    events = await job.begun(question, task, **options)
+    return event_stream(job, completion.chunks(events), last="[DONE]")
 
 
 class Completion:
     """One answer in the form of chat completions."""
 
-    def __init__(self, job: Job, body: ChatRequest, chat: Chat, kept: KeptAnswers) -> None:
-        self._job, self._body, self._chat, self._kept = job, body, chat, kept
+    def __init__(self, job: Job, body: ChatRequest, chat: Chat) -> None:
+        self._job, self._body, self._chat = job, body, chat
         self._id, self._created = new_id("chatcmpl"), int(time.time())
         self._rate: int = job.server.host.engine.sample_rate
 
@@ -129,7 +123,7 @@ class Completion:
         if not self._body.speaks:
             return usage, 0
         answer = await asyncio.to_thread(lambda: session.last_answer)
-        return usage, self._kept.add(audio_id, self._job.owner, answer)
+        return usage, self._job.server.kept.add(audio_id, self._job.owner, answer)
 
     async def whole(self, text: str, sound: Tensor, ended: Ended) -> Event:
         """The `chat.completion`."""

@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -60,9 +60,9 @@ class Jobs:
         """
 
         async def endpoint(request: Request) -> Response:
-            owner, _ = self.server.admit(request.headers, [])
+            owner, secret = self.server.admit(request.headers, [])
             since = time.monotonic()
-            response = await respond(self._answer(request, owner, handle))
+            response = await respond(self._answer(Job(self, request, owner, secret), handle))
             status = response.status_code
             self.server.metrics.requests.labels(path, str(status)).inc()
             seconds = round(time.monotonic() - since, 3)
@@ -71,24 +71,19 @@ class Jobs:
 
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
 
-    async def _answer(self, request: Request, owner: str, handle: Handler) -> Response:
-        job = self._begin(request, owner)
+    async def _answer(self, job: Job, handle: Handler) -> Response:
         response: Response | None = None
         try:
+            self.check_room(job.owner)
+            most = self.server.settings.limits.key_sessions
+            if self.coming[job.owner] > most:
+                message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
+                raise over_limit(message)
             response = await handle(job)
             return response
         finally:
             if not isinstance(response, StreamedResponse):
                 job.end()
-
-    def _begin(self, request: Request, owner: str) -> Job:
-        """A request whose body is still coming; ProtocolError where there are too many, or no place for it."""
-        self.check_room(owner)
-        most = self.server.settings.limits.key_sessions
-        if self.coming[owner] >= most:
-            message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
-            raise over_limit(message)
-        return Job(self, request, owner)
 
     def check_room(self, owner: str) -> None:
         """ProtocolError where as many requests are answered as may be."""
@@ -110,14 +105,18 @@ def over_limit(message: str) -> ProtocolError:
 
 
 class Job:
-    """One request under way, with the key that it brought ("" for none) and the engine's session, once something was asked."""
+    """One request under way, whose body is still to come; `session` is the engine's, once something was asked.
 
-    def __init__(self, jobs: Jobs, request: Request, owner: str) -> None:
-        self.server, self.owner = jobs.server, owner
+    Attributes:
+        key: that it brought, "" for none; `secret`, the configuration of a client secret.
+    """
+
+    def __init__(self, jobs: Jobs, request: Request, owner: str, secret: Mapping[str, Any]) -> None:
+        self.server, self.owner, self.secret = jobs.server, owner, secret
         self.key = key_of(request.headers) or ""
         self.session: Any = None
         self._jobs, self._over, self._counted = jobs, False, jobs.coming
-        self._request = Request(request.scope, self._receive)
+        self.request = Request(request.scope, self._receive)
         self._came = request.receive
         self._counted[owner] += 1
 
@@ -126,25 +125,29 @@ class Job:
     async def read(self, model: type[M], most: int | None = None) -> M:
         """The body as JSON, of `most` bytes where that is less than any may have; ProtocolError for no JSON, or a field of the
         wrong type."""
-        body = await self._within(self._body())
+        body = await self.body()
         if most is not None and len(body) > most:
             problem = f"the body has {len(body):,} bytes; at most {most:,} are taken here"
             raise ProtocolError(problem, "too_large", status=413)
         return validated(model, read_json(body))
 
-    async def _body(self) -> bytes:
+    async def body(self) -> bytes:
         """All of it; ProtocolError once it is JSON that would take long to read."""
-        pieces, left = list[bytes](), COSTLY
-        async for piece in self._request.stream():
-            left = check_costly(piece, left)
-            pieces.append(piece)
-        return b"".join(pieces)
+
+        async def read() -> bytes:
+            pieces, left = list[bytes](), COSTLY
+            async for piece in self.request.stream():
+                left = check_costly(piece, left)
+                pieces.append(piece)
+            return b"".join(pieces)
+
+        return await self._within(read())
 
     @contextlib.asynccontextmanager
-    async def form(self) -> AsyncIterator[FormData]:
-        """The body as a form with one file at most; its file is closed afterwards."""
+    async def form(self, files: int = 1) -> AsyncIterator[FormData]:
+        """The body as a form with so many files at most, which are closed afterwards."""
         try:
-            form = await self._within(self._request.form(max_files=1, max_fields=FIELDS))
+            form = await self._within(self.request.form(max_files=files, max_fields=FIELDS))
         except HTTPException as error:
             if error.status_code != 400:
                 raise
@@ -223,7 +226,7 @@ class Job:
                 await asyncio.wait((doing,))
 
     async def _gone(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
+        while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
     def end(self) -> None:
