@@ -20,9 +20,8 @@ from train.data.readers.codes import PACKINGS, codes_kinds
 from train.data.readers.containers import TAR
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
 from train.data.readers.conversations import ALPACA, CHAT, LLAMA_OMNI, LUCY, SLAM_OMNI, VOICE_ASSISTANT
-from train.data.readers.cuts import CUTS
 from train.data.readers.files import AUDIO
-from train.data.readers.moshi import MOSHI
+from train.data.readers.segments import CUTS, MOSHI
 from train.data.readers.source import RecordReader
 from train.data.readers.table import COMMON_VOICE, LIBRISPEECH, RECORDINGS, ROWS, TABLE, unknown
 from train.data.readers.templates.dialogues import PARTS, DialoguesReader

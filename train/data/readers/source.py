@@ -264,17 +264,6 @@ def _shown(value: Any) -> str:
     return "missing" if value is None else f"{value!r:.60}"
 
 
-def to_sides(entries: Iterable[Input], answers: Callable[[Input], bool]) -> list[tuple[list[Input], list[Input]]]:
-    """Group what was said, in order, into turns of (the user's, the model's): a turn starts where the user speaks after the
-    model has. `answers`: whether an entry is the model's."""
-    turns: list[tuple[list[Input], list[Input]]] = []
-    for entry in entries:
-        if not turns or (turns[-1][1] and not answers(entry)):
-            turns.append(([], []))
-        turns[-1][answers(entry)].append(entry)
-    return turns
-
-
 def make_row(turns: Sequence[RowTurn], options: ReaderOptions, format: str, where: str, **fields: str) -> Row:
     """Make the row of these turns; UserError where a turn is empty, or a text has a tag of a recording that is not there.
     `fields` are further fields of `Row` from the data; an empty `language` becomes that of the options."""
