@@ -32,7 +32,7 @@ from omni.errors import UserError
 from train.data.readers.containers import TAR
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, cut, header
-from train.data.readers.source import RecordReader, check_text, make_row, number, text
+from train.data.readers.source import RecordReader, check_text, items, make_row, number, text
 from train.data.rows.row import Row, RowTurn, Sound, Word
 
 Entry = TypeVar("Entry")
@@ -202,71 +202,50 @@ def cut_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOp
     cut_type = text(data, "type") or "MonoCut"
     if cut_type not in ("MonoCut", "MultiCut"):
         raise UserError(f"is a {cut_type}: only MonoCut and MultiCut are read, write such cuts to files of their own first")
-    supervisions = data.get("supervisions") or []
-    if not isinstance(supervisions, list) or not all(isinstance(entry, Mapping) for entry in supervisions):
-        raise UserError("its supervisions are no list of objects: fix the row")
+    supervisions = items(data, "supervisions") if data.get("supervisions") else []
+    asked = [entry for entry in supervisions if not _answers(entry)]
     channels = _listed(data.get("channel"))
-    if len(channels) > 1:
-        channels = _spoken_in([entry for entry in supervisions if not _answers(entry)], data)
-    asking = _stretch(data, data.get("recording"), channels)
+    asking = _segment(data, data.get("recording"), channels if len(channels) < 2 else _spoken_in(asked, data))
     custom = data.get("custom") or {}
     target = custom.get("target_audio") if isinstance(custom, Mapping) else None
-    if target is None and not any(_answers(entry) for entry in supervisions):
+    if target is None and len(asked) == len(supervisions):
         turns = [_question(supervisions, asking, files)]
     else:
-        turns = _dialogue(supervisions, data, asking, None if target is None else _whole(target), files)
-    speaker = next(filter(None, (text(entry, "speaker") for entry in supervisions if not _answers(entry))), "")
+        turns = _dialogue(supervisions, data, asking, None if target is None else _segment({}, target, []), files)
+    speaker = next(filter(None, (text(entry, "speaker") for entry in asked)), "")
     language = next(filter(None, (text(entry, "language") for entry in supervisions)), "")
     return make_row(turns, options, "cuts", where, id=text(data, "id"), speaker=speaker, language=language)
 
 
 def _spoken_in(entries: Sequence[Mapping[str, Any]], cut: Mapping[str, Any]) -> list[Any]:
     """Channels that the supervisions name, or else the cut's."""
-    named: list[Any] = []
-    for entry in entries:
-        named += [channel for channel in _listed(entry.get("channel")) if channel not in named]
-    return named or _listed(cut.get("channel"))
+    named = [channel for entry in entries for channel in _listed(entry.get("channel"))]
+    return [channel for index, channel in enumerate(named) if channel not in named[:index]] or _listed(cut.get("channel"))
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _stretch(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) -> Segment:
-    """The segment of a cut, in these channels (none: all); UserError where it exceeds the recording, or that is no file."""
+def _segment(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) -> Segment:
+    """The segment of a cut in these channels (none: all), the whole recording for an empty cut; UserError where it exceeds the
+    recording, or that is no file."""
     if not isinstance(recording, Mapping):
         raise UserError("has no recording: fix the row")
-    sources = recording.get("sources")
-    candidates = [
-        (source, held)
-        for source in (sources if isinstance(sources, list) else [])
-        if isinstance(source, Mapping) and isinstance(held := source.get("channels", [0]), list)
-    ]
-    if not candidates:
-        raise UserError("its recording has no sources: fix the row")
-    for channel in channels:
-        if not any(channel in held for _, held in candidates):
-            raise UserError(f"channel {channel!r} is in none of the recording's sources: fix the row")
-    fitting = [(source, held) for source, held in candidates if all(channel in held for channel in channels)]
-    if not fitting or (not channels and len(candidates) > 1):
-        clause = f"channels {', '.join(map(repr, channels))} lie" if channels else "no channel is named, and the recording lies"
-        raise UserError(f"{clause} in {len(candidates)} files, which are not mixed: name one channel")
-    source, held = fitting[0]
+    held = [(source, _listed(source.get("channels", [0]))) for source in items(recording, "sources")]
+    fitting = [(source, names) for source, names in held if all(channel in names for channel in channels)]
+    if not fitting or (not channels and len(held) > 1):
+        named = f"channel {' and '.join(map(repr, channels))} is in none" if channels else "no channel is named"
+        raise UserError(f"{named} of the recording's {len(held)} files: name one channel, files are not mixed")
+    source, names = fitting[0]
     if source.get("type", "file") != "file":
         raise UserError(f"the recording is of type {source['type']!r}, not a file: save the cuts with their audio as files")
-    start, duration = number(cut, "start", 0.0), number(cut, "duration")
+    start, duration = number(cut, "start", 0.0), number(cut or recording, "duration")
     lasting = number(recording, "duration", start + duration)
     if start < 0 or duration <= 0 or start + duration > lasting + 0.1:
         raise UserError(f"the cut goes from {start:.2f} to {start + duration:.2f} s of a recording that lasts {lasting:.2f} s")
-    indices = tuple(held.index(channel) for channel in channels)
+    indices = tuple(names.index(channel) for channel in channels)
     return Segment(text(source, "source", needed=True), start, min(start + duration, lasting), indices)
-
-
-def _whole(recording: Any) -> Segment:
-    """The segment that covers a whole recording (`target_audio`), its channels mixed."""
-    if not isinstance(recording, Mapping):
-        raise UserError("its target_audio is no recording: fix the row")
-    return _stretch({"duration": number(recording, "duration")}, recording, [])
 
 
 def _question(supervisions: Sequence[Mapping[str, Any]], asking: Segment, files: Files) -> RowTurn:
@@ -287,10 +266,10 @@ def _dialogue(
     turns = []
     for sides in groups:
         parts: list[Any] = []
-        for entries, stretch in zip(sides, (asking, answering), strict=True):
-            if entries and (stretch is None or (stretch is asking and isinstance(cut.get("channel"), list))):
-                stretch = _stretch(cut, cut.get("recording"), _spoken_in(entries, cut))
-            parts += _side(entries, stretch, files)
+        for entries, segment in zip(sides, (asking, answering), strict=True):
+            if entries and (segment is None or (segment is asking and isinstance(cut.get("channel"), list))):
+                segment = _segment(cut, cut.get("recording"), _spoken_in(entries, cut))
+            parts += _side(entries, segment, files)
         turns.append(RowTurn(*parts))
     if answering is not None and not any(answered for _, answered in groups):
         last = turns.pop() if turns else RowTurn(question_audio=_sound(asking, files))
@@ -298,36 +277,32 @@ def _dialogue(
     return turns
 
 
-def _side(entries: Sequence[Mapping[str, Any]], stretch: Segment | None, files: Files) -> tuple[str, Sound | None]:
+def _side(entries: Sequence[Mapping[str, Any]], segment: Segment | None, files: Files) -> tuple[str, Sound | None]:
     """Text and sound of one side of a turn, from the start of its first supervision to the end of its last."""
-    if not entries or stretch is None:
+    if not entries or segment is None:
         return "", None
-    parts = [stretch.part(_start(entry), number(entry, "duration")) for entry in entries]
+    parts = [segment.part(_start(entry), number(entry, "duration")) for entry in entries]
     said = " ".join(filter(None, (text(entry, "text") for entry in entries)))
     return said, _sound(parts[0]._replace(end=max(part.end for part in parts)), files)
 
 
-def _sound(stretch: Segment | None, files: Files) -> Sound | None:
+def _sound(segment: Segment, files: Files) -> Sound | None:
     """The sound of a segment: the file itself where all of it and all its channels are wanted, otherwise a part cut out."""
-    if stretch is None or files.audio == "none":
+    if files.audio == "none":
         return None
-    info = files.or_without(lambda: header(files.file(stretch.path)))
+    info = files.or_without(lambda: header(files.file(segment.path)))
     if info is None:
         return None
-    every = info.channels <= 2 and stretch.channels in ((), tuple(range(info.channels)))
-    if every and stretch.start == 0 and abs(stretch.end - info.seconds) < 0.01:
-        return files.sound(stretch.path)
-    return files.cut(stretch.path, stretch.start, stretch.end, *stretch.channels)
+    every = info.channels <= 2 and segment.channels in ((), tuple(range(info.channels)))
+    if every and segment.start == 0 and abs(segment.end - info.seconds) < 0.01:
+        return files.sound(segment.path)
+    return files.cut(segment.path, segment.start, segment.end, *segment.channels)
 
 
 def _nemo_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     path, start = text(data, "audio_filepath", needed=True), number(data, "offset", 0.0)
     asking = Segment(path, start, start + number(data, "duration"), _selected(data))
-    turn = RowTurn(
-        question_text=text(data, "text"),
-        question_audio=_sound(asking, files),
-        answer_text=text(data, "answer"),
-    )
+    turn = RowTurn(text(data, "text"), _sound(asking, files), text(data, "answer"))
     name, speaker, language = (text(data, field) for field in ("id", "speaker", "lang"))
     return make_row([turn], options, "cuts", where, id=name or _name(data, asking), speaker=speaker, language=language)
 
@@ -342,12 +317,12 @@ def _selected(data: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(channels)
 
 
-def _name(data: Mapping[str, Any], stretch: Segment) -> str:
+def _name(data: Mapping[str, Any], segment: Segment) -> str:
     """Id for a line of a NeMo manifest that has none: its recording, and the segment where the line selects one."""
-    name = stretch.path
+    name = segment.path
     if data.get("offset") is not None:
-        name += "@" + "-".join(f"{seconds:.3f}".rstrip("0").rstrip(".") for seconds in (stretch.start, stretch.end))
-    return name + "".join(f"#{channel}" for channel in stretch.channels)
+        name += "@" + "-".join(f"{seconds:.3f}".rstrip("0").rstrip(".") for seconds in (segment.start, segment.end))
+    return name + "".join(f"#{channel}" for channel in segment.channels)
 
 
 def _answers(entry: Mapping[str, Any]) -> bool:

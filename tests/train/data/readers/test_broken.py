@@ -234,7 +234,7 @@ def test_recordings_that_do_not_fit_their_list(tmp_path):
     ("changes", "why"),
     [
         ({"start": 3.0}, "the cut goes from 3.00 to 5.00 s of a recording that lasts 4.00 s"),
-        ({"channel": 2}, "channel 2 is in none of the recording's sources"),
+        ({"channel": 2}, "channel 2 is in none of the recording's 1 files"),
         (
             {"supervisions": [{"start": 1.5, "duration": 1.0, "text": "x"}]},
             "a supervision goes from 1.50 to 2.50 s of a cut that lasts 2.00 s",

@@ -95,7 +95,10 @@ def test_channels_in_several_files_are_not_mixed(tmp_path):
     sources = [{"type": "file", "channels": [place], "source": "target.wav"} for place in (0, 1)]
     said = cut(tmp_path)["supervisions"][0] | {"channel": None}
     parted = cut(tmp_path, recording=recording | {"sources": sources}, supervisions=[said], channel=[0, 1])
-    for channel, why in (([0, 1], "channels 0, 1 lie in 2 files, which are not mixed"), (None, "no channel is named")):
+    for channel, why in (([0, 1], "channel 0 and 1 is in none of the recording's 2 files"), (None, "no channel is named")):
         assert why in only_broken(write_lines(tmp_path / "a.jsonl", [cut(tmp_path), parted | {"channel": channel}])).why
     nowhere = cut(tmp_path, recording=recording | {"sources": []})
-    assert "its recording has no sources" in only_broken(write_lines(tmp_path / "a.jsonl", [cut(tmp_path), nowhere])).why
+    assert (
+        "field 'sources' is [], not a list of objects"
+        in only_broken(write_lines(tmp_path / "a.jsonl", [cut(tmp_path), nowhere])).why
+    )
