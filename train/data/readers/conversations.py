@@ -43,14 +43,13 @@ from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, seconds
 from train.data.readers.media import Said, listed, present, read_said, recordings_of, tags
 from train.data.readers.source import RecordReader, check_text, items, make_row, text
-from train.data.rows.row import Codes, Row, RowTurn
+from train.data.rows.row import Codes, Row, RowTurn, Sound
 
 _ASKING, _ANSWERING, _SYSTEM = ("user", "human"), ("assistant", "gpt"), ("system", "developer")
-_ROLE = ("role", "from")
-_SPEAKERS = _ASKING + _ANSWERING + _SYSTEM
 
 Message = Mapping[str, Any]
-ReadCodes = Callable[[list[Message]], Sequence[Codes | None]]
+ReadCodes = Callable[[Mapping[str, Any], Files, ReaderOptions, list[Message]], Sequence[Codes | None]]
+"""Reads the codes of a record's answers."""
 
 
 def _speaks(messages: Any, *names: str) -> bool:
@@ -59,36 +58,45 @@ def _speaks(messages: Any, *names: str) -> bool:
     return isinstance(first, Mapping) and set(names) <= first.keys()
 
 
-def system_of(data: Mapping[str, Any], messages: Sequence[Message]) -> str:
-    """Text of the system messages before the first question, joined by blank lines, or else the record's field `system`."""
+def conversation_row(
+    data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, format: str, codes: ReadCodes | None = None
+) -> Row:
+    """Make the row of one conversation; UserError where it is broken. Its system message is the texts of those before the first
+    question, joined by blank lines, or else the record's field `system`."""
+    messages = items(data, "messages" if data.get("messages") is not None or "conversations" not in data else "conversations")
+    turns = turns_of(data, messages, files, partial(codes, data, files, options) if codes else None)
     first = itertools.takewhile(lambda message: _who(message) in _SYSTEM, messages)
-    return "\n\n".join(filter(None, (_said(message).text for message in first))) or text(data, "system")
+    system = "\n\n".join(filter(None, (_said(message).text for message in first))) or text(data, "system")
+    return make_row(turns, options, format, where, id=text(data, "id", "prompt_id"), system=system)
 
 
 def turns_of(
-    data: Mapping[str, Any], messages: Sequence[Message], files: Files, codes: ReadCodes = lambda answers: [None] * len(answers)
-) -> list[RowTurn]:  # fmt: skip
-    """Make turns of a record's messages and recordings; system messages are left out (`system_of`). `codes` gives answers'.
+    data: Mapping[str, Any],
+    messages: Sequence[Message],
+    files: Files,
+    codes: Callable[[list[Message]], Sequence[Codes | None]] | None = None,
+) -> list[RowTurn]:
+    """Make turns of a record's messages and recordings; system messages are left out. `codes` gives those of answers.
     Recordings of the record belong to the tags in the texts, in their order; without tags, to the questions. UserError where
     they are not as many, where a message says nothing, or is by an unknown speaker, and where sides do not alternate."""
-    asked = _pairs(messages)
-    heard = {position: files.sound(recording) for position, recording in _assigned(recordings_of(data), asked).items()}
-    coded = iter(codes([answer.message for _, answer in asked if answer is not None]))
-    turns = []
-    for index, (question, answer) in enumerate(asked):
-        sides: list[Any] = [question.text, heard.get((index, 0))]
-        if answer is not None:
-            sides += [answer.text, heard.get((index, 1)), next(coded)]
-        if not any(sides[:2]) or (answer is not None and not any(sides[2:])):
-            side = "answer" if any(sides[:2]) else "question"
-            raise UserError(f"{side} {index} has no text, and there is no recording of it: drop the row")
-        turns.append(RowTurn(*sides))
-    return turns
+    sides = _sides(messages)
+    coded = codes([answer.message for answer in sides[1::2]]) if codes else [None] * len(sides)
+    parts: list[tuple[str, Sound | None, Codes | None]] = []
+    for number, (said, recording) in enumerate(zip(sides, _assigned(recordings_of(data), sides), strict=True)):
+        parts.append((said.text, files.sound(recording), coded[number // 2] if number % 2 else None))
+        if not any(parts[-1]):
+            raise UserError(f"{_noun(number)} has no text, and there is no recording of it: drop the row")
+    pairs = itertools.zip_longest(parts[::2], parts[1::2], fillvalue=("", None, None))
+    return [RowTurn(*question[:2], *answer) for question, answer in pairs]
+
+
+def _noun(side: int) -> str:
+    return f"{'answer' if side % 2 else 'question'} {side // 2}"
 
 
 def _who(message: Message) -> str:
     role = message.get("role", message.get("from"))
-    return role if role in _SPEAKERS else text(message, *_ROLE, needed=True).lower()
+    return role if role in _ASKING + _ANSWERING + _SYSTEM else text(message, "role", "from", needed=True).lower()
 
 
 def _said(message: Message) -> Said:
@@ -100,9 +108,8 @@ def _said(message: Message) -> Said:
     return said
 
 
-def _pairs(messages: Sequence[Message]) -> list[tuple[Said, Said | None]]:
-    """Pair each question with its answer; None for a last question without one. A recording and the texts of the same side
-    that stand beside it are one."""
+def _sides(messages: Sequence[Message]) -> list[Said]:
+    """Questions and answers in turn. A recording and the texts of the same side that stand beside it are one."""
     sides: list[Said] = []
     for number, message in enumerate(messages):
         who = _who(message)
@@ -120,40 +127,31 @@ def _pairs(messages: Sequence[Message]) -> list[tuple[Said, Said | None]]:
                 f"message {number} is from {who!r}, not {due[0]!r} (or {due[1]!r}): questions and answers must alternate; "
                 "fix or drop the row"
             )
-    return list(itertools.zip_longest(sides[::2], sides[1::2]))
+    return sides
 
 
-def _assigned(value: Any, asked: Sequence[tuple[Said, Said | None]]) -> dict[tuple[int, int], Any]:
-    """The recording of each question (0) and answer (1) by its turn's index; UserError where they are not as many as belong
-    there."""
-    if value is None and not any(said and (said.recordings or "<" in said.text) for pair in asked for said in pair):
-        return {}
-    sides = {(i, side): said for i, pair in enumerate(asked) for side, said in enumerate(pair) if said is not None}
-    out = {position: list(said.recordings) for position, said in sides.items()}
-    wanted = {position: tags(said.text) for position, said in sides.items() if not said.recordings}
+def _assigned(value: Any, sides: Sequence[Said]) -> list[Any]:
+    """The recording of each side, None for none; UserError where they are not as many as belong there."""
+    held = [list(said.recordings) for said in sides]
+    wanted = [0 if said.recordings else tags(said.text) for said in sides]
     recordings = listed(value)
-    if sum(wanted.values()):
+    if any(wanted):
         named = [recording for recording in recordings if present(recording)]
-        if len(named) != sum(wanted.values()):
-            raise UserError(f"its texts have tags (<audio>) of {sum(wanted.values())} recordings, {len(named)} are there")
-        for position, count in wanted.items():
-            out[position], named = named[:count], named[count:]
+        if len(named) != sum(wanted):
+            raise UserError(f"its texts have tags (<audio>) of {sum(wanted)} recordings, {len(named)} are there")
+        for own, count in zip(held, wanted, strict=True):
+            own += named[:count]
+            del named[:count]
     elif recordings:
-        if len(recordings) not in (1, len(asked)):
-            raise UserError(f"has {len(recordings)} recordings for {len(asked)} questions: fix the row")
-        for index, recording in enumerate(recordings, len(asked) - len(recordings)):
-            out[index, 0] += [recording] if present(recording) else []
-    for (index, side), heard in out.items():
-        if len(heard) > 1:
-            raise UserError(f"{'answer' if side else 'question'} {index} has {len(heard)} recordings, not one: join them")
-    return {position: heard[0] for position, heard in out.items() if heard}
-
-
-def chat_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """Make the row of one chat; UserError where it is broken."""
-    messages = items(data, "messages" if data.get("messages") is not None or "conversations" not in data else "conversations")
-    turns, system = turns_of(data, messages, files), system_of(data, messages)
-    return make_row(turns, options, "chat", where, id=text(data, "id", "prompt_id"), system=system)
+        questions = held[::2]
+        if len(recordings) not in (1, len(questions)):
+            raise UserError(f"has {len(recordings)} recordings for {len(questions)} questions: fix the row")
+        for own, recording in zip(questions[-len(recordings) :], recordings, strict=True):
+            own += [recording] if present(recording) else []
+    for number, own in enumerate(held):
+        if len(own) > 1:
+            raise UserError(f"{_noun(number)} has {len(own)} recordings, not one: join them")
+    return [own[0] if own else None for own in held]
 
 
 def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
@@ -186,7 +184,7 @@ def _history(data: Mapping[str, Any]) -> list[str]:
 CHAT = RecordReader(
     "chat",
     'written chats: JSON or Parquet of {"messages": [{"role", "content"}]}, also of several turns',
-    chat_row,
+    partial(conversation_row, format="chat"),
     (*LISTS, TAR),
     (frozenset({"messages"}),),
     also=lambda record: _speaks(record["messages"], "role", "content"),
@@ -206,27 +204,22 @@ ALPACA = RecordReader(
 
 def lucy_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """Make the row of one conversation; UserError where it is broken."""
-    messages = items(data, "conversations")
-    turns = turns_of(data, messages, files, lambda answers: [_snac_codes(answer, files, options) for answer in answers])
-    for turn in turns:
+    row = conversation_row(data, where, files, options, "lucy", _snac_codes)
+    for turn in row.turns:
         check_duration(turn.answer_codes, seconds(turn.answer_audio))
-    return make_row(turns, options, "lucy", where, id=text(data, "id"), system=system_of(data, messages))
+    return row
 
 
-def _snac_codes(message: Mapping[str, Any], files: Files, options: ReaderOptions) -> Codes | None:
-    """Read the codes of the file that an answer names."""
-    name = text(message, "codec")
-    if not name:
-        return None
-    path = files.file(name, "codes")
-    try:
-        written = path.read_text("utf-8")
-    except ValueError as error:
-        raise UserError(f"codes {name!r} are no text: seven integers a frame are expected") from error
-    try:
-        return read_codes(written, "snac", "levels", options)
-    except UserError as error:
-        raise UserError(f"codes {name!r}: {error}") from error
+def _snac_codes(data: Mapping[str, Any], files: Files, options: ReaderOptions, answers: list[Message]) -> list[Codes | None]:
+    """Read the codes of the files that answers name."""
+    codes = []
+    for name in (text(answer, "codec") for answer in answers):
+        path = files.file(name, "codes") if name else None
+        try:
+            codes.append(read_codes(path and path.read_text("utf-8"), "snac", "levels", options))
+        except ValueError as error:  # no text, too
+            raise UserError(f"codes {name!r}: {error}") from error
+    return codes
 
 
 LUCY = RecordReader(
@@ -245,36 +238,21 @@ LUCY = RecordReader(
 _UNITS = ("units", "unit", "tgt_units", "tgt_unit")
 
 
-def llama_omni_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """Make the row of one conversation; UserError where it is broken."""
-    messages = items(data, "conversations")
+def _unit_codes(data: Mapping[str, Any], files: Files, options: ReaderOptions, answers: list[Message]) -> list[Codes | None]:
+    """Read the units of answers. A list of integers, or what is no list, belongs to the last one."""
     units = next((data[name] for name in _UNITS if data.get(name) is not None), None)
-    turns = turns_of(
-        data, messages, files, lambda answers: [_unit_codes(unit, files, options) for unit in _for_each(units, len(answers))]
-    )  # fmt: skip
-    return make_row(turns, options, "llama-omni", where, id=text(data, "id"), system=system_of(data, messages))
-
-
-def _for_each(value: Any, count: int) -> list[Any]:
-    """Assign units to each answer. A list of integers, or what is no list, belongs to the last: earlier ones have none."""
-    if not isinstance(value, list) or all(isinstance(element, int) for element in value):
-        return [None] * (count - 1) + [value or None] if count else []
-    if len(value) != count:
-        raise UserError(f"units has {len(value)} entries for {count} answers: fix the row")
-    return value
-
-
-def _unit_codes(value: Any, files: Files, options: ReaderOptions) -> Codes | None:
-    if isinstance(value, str) and value.endswith(".npy"):
-        path = files.file(value, "units")
-        return read_codes(load_array(path), "", "", options)
-    return None if value is None else read_codes(value, "", "", options)
+    if not isinstance(units, list) or all(isinstance(element, int) for element in units):
+        units = ([None] * len(answers) + [units or None])[-len(answers) :] if answers else []
+    if len(units) != len(answers):
+        raise UserError(f"units has {len(units)} entries for {len(answers)} answers: fix the row")
+    arrays = (load_array(files.file(u, "units")) if isinstance(u, str) and u.endswith(".npy") else u for u in units)
+    return [None if array is None else read_codes(array, "", "", options) for array in arrays]
 
 
 LLAMA_OMNI = RecordReader(
     "llama-omni",
     "LLaMA-Omni, VocalNet: JSON of speech and conversations (from human, gpt), units in .npy; the same of text alone",
-    llama_omni_row,
+    partial(conversation_row, format="llama-omni", codes=_unit_codes),
     (".json", ".jsonl", TAR),
     (frozenset({"conversations"}),),
     also=lambda record: _speaks(record["conversations"], "from", "value"),

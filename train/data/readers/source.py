@@ -207,9 +207,7 @@ class RecordReader:
             check_order(source.iterate(0, ROWS), self.order, self.name)
         return source
 
-    def maker(
-        self, files: Files, options: ReaderOptions, columns: Callable[[], Collection[str]], where: str
-    ) -> RowMapper:  # fmt: skip
+    def maker(self, files: Files, options: ReaderOptions, columns: Callable[[], Collection[str]], where: str) -> RowMapper:
         """What makes the rows of records with these columns. `where` names the data."""
         return RowMapper(self.row, files, options)
 

@@ -103,9 +103,7 @@ class TableReader(RecordReader):
             raise UserError(f"{path} holds {len(files)} tables (.csv, .tsv, .jsonl, .json, .parquet, .tar): name one")
         return list(map(open_records, files))
 
-    def maker(
-        self, files: Files, options: ReaderOptions, columns: Callable[[], Collection[str]], where: str
-    ) -> RowMapper:  # fmt: skip
+    def maker(self, files: Files, options: ReaderOptions, columns: Callable[[], Collection[str]], where: str) -> RowMapper:
         """What makes rows of a table with these columns; UserError where these do not fit."""
         held, fields = columns(), (*TURN, *ROW)
         if not held:

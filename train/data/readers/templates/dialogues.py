@@ -305,7 +305,7 @@ def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def _dialogue(
     keys: _DialogueKeys, name: str, tables: Mapping[str, Table], wordings: Wordings, numbers: tuple[str, ...]
-) -> SlotDialogue:  # fmt: skip
+) -> SlotDialogue:
     sides: dict[str, tuple[str, ...]] = {}
     for number, turn in enumerate(keys.turns or (_TurnKeys(keys.question or [], keys.answer or ""),)):
         for side, sentences in (("question", turn.question), ("answer", [turn.answer])):
