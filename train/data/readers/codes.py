@@ -108,10 +108,8 @@ def read_codes(value: Any, codec: str, order: str, options: ReaderOptions) -> Co
         frame, stream = (int(i) for i in np.argwhere(bad)[0])
         code = int(frames[frame, stream])
         shown = "" if options.packing == "plain" else f" as packing {options.packing!r} has it"
-        raise UserError(
-            f"code {code} at place {stream} of frame {frame} is not in {codec}'s 0 to {sizes[stream] - 1}{shown}: "
-            + _explain(frames, shape, options.packing)
-        )
+        out = f"code {code} at place {stream} of frame {frame} is not in {codec}'s 0 to {sizes[stream] - 1}{shown}"
+        raise UserError(f"{out}: {_explain(frames, shape, options.packing)}")
     stored = torch.from_numpy(np.ascontiguousarray(codes.T).astype(np.int32))
     return Codes(codec, stored, (options.order or order) if code_orders(codec) else "streams")
 
@@ -151,34 +149,21 @@ def _frames(value: Any, codec: str, streams: int) -> np.ndarray:
     try:
         return np.asarray(codes, dtype=np.int64).reshape(-1, streams)
     except OverflowError as error:
-        index = next(i for i, code in enumerate(codes) if not -(2**63) <= code < 2**63)
         raise UserError(
-            f"code {str(codes[index])[:40]} at place {index % streams} of frame {index // streams} is not in {codec}'s 0 to "
-            f"{codes_kinds()[codec].sizes[index % streams] - 1}, nor in any packing: fix or drop the row"
+            f"code {str(max(codes, key=abs))[:40]} is of no codec, nor in any packing: fix or drop the row"
         ) from error
 
 
 def _from_text(text: str, codec: str, streams: int) -> list[int]:
     """Parse `# 1 2 3 4 5 6 7 # 8 ...`, a frame a line, or integers alone; `<1><2>` for units."""
-    if not re.search(r"[<>\[\],]", text):
-        parts = [part.split() for part in re.split(r"[#\n]", text)]
-    else:
-        parts = [re.split(r"[\s,<>\[\]]+", part.strip(" \t\r,<>[]")) for part in re.split(r"[#\n]", text) if part.strip()]
-    frames = []
-    for words in filter(None, parts):
-        try:
-            frames.append(list(map(int, words)))
-        except ValueError as error:
-            wrong = next((word for word in words if not re.fullmatch(r"[+-]?\d+", word)), max(words, key=len))
-            raise UserError(
-                f"its codes hold {wrong[:40]!r} in frame {len(frames)}, which is no integer of a code: fix or drop it"
-            ) from error
-    if len(frames) > 1:
-        for number, frame in enumerate(frames):
-            if len(frame) % streams or ("#" in text and len(frame) != streams):
-                raise UserError(
-                    f"frame {number} has {len(frame)} codes, {codec} has {streams}: it is cut off, or of another codec"
-                )
+    parts = re.split(r"[#\n]", text.translate(dict.fromkeys(map(ord, "<>[],"), " ")))
+    try:
+        frames = [list(map(int, words)) for part in parts if (words := part.split())]
+    except ValueError as error:
+        raise UserError(f"its codes hold what is no integer of a code ({error}): fix or drop it") from error
+    for number, frame in enumerate(frames if len(frames) > 1 else []):
+        if len(frame) % streams or ("#" in text and len(frame) != streams):
+            raise UserError(f"frame {number} has {len(frame)} codes, {codec} has {streams}: it is cut off, or of another codec")
     return [code for frame in frames for code in frame]
 
 
@@ -200,15 +185,13 @@ def _explain(frames: np.ndarray, shape: CodesKind, packing: str) -> str:
     import numpy as np
 
     streams, sizes = len(shape.sizes), np.array(shape.sizes)
-    fitting = {}
+    fitting = []
     for name, (base, step) in PACKINGS.items():
         rest = frames - (base + step * np.arange(streams))
         if name != packing and ((rest >= 0) & (rest < sizes)).all() and (streams > 1 or step == 0):
-            fitting[repr(name)] = f"{base} + {step} x place"
+            fitting.append(f"{name!r} ({base} + {step} x place added)")
     if fitting:
-        names, offset = " or ".join(fitting), " or ".join(fitting.values())
-        advice = f"say so with --read.packing {next(iter(fitting))[1:-1]} if that is how they were made"
-        return f"all of them fit packing {names} ({offset} added); {advice}"
+        return f"all of them fit packing {' or '.join(fitting)}; say so with --read.packing if that is how they were made"
     low, high, size = int(frames.min()), int(frames.max()), int(sizes.max())
     if size <= high < size + 64 and low >= 0:
         return "from there on they are special ids (end, pad, ...) of a model's stream: strip them first"
@@ -222,9 +205,8 @@ def load_array(path: Path) -> np.ndarray:
     try:
         loaded = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"codes {path} are no whole .npy file of numbers ({str(error).splitlines()[0]}): save them again"
-        ) from error
+        why = str(error).partition("\n")[0]
+        raise UserError(f"codes {path} are no whole .npy file of numbers ({why}): save them again") from error
     if not isinstance(loaded, np.ndarray):
         raise UserError(f"codes {path} are an archive of arrays: save one array with numpy.save")
     return loaded

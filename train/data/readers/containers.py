@@ -16,7 +16,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,9 +101,8 @@ def read_shard(shard: DataFile, start: int = 0) -> Iterator[Record]:
     except (*_DAMAGE, OSError) as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if isinstance(error, _ABSENT) or (isinstance(error, OSError) and error.errno is not None):
-            raise ShardError(
-                f"{shard} cannot be read ({said}): see that it is there, and run the same command again"
-            ) from error
+            said = f"{shard} cannot be read ({said}): see that it is there, and run the same command again"
+            raise ShardError(said) from error
         why = f"it and what follows in its file cannot be read ({said}): make the file again"
         yield Record(f"{shard} row {number}", {}, why)
 
@@ -179,11 +178,6 @@ class ParquetRecords(Records):
     """The rows of a Parquet file. A damaged page makes the rows from there to the end of its row group broken, a value that
     cannot be read its own row."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._ends: list[int] | None = None
-        self._problem = ""
-
     def _open(self) -> Any:
         import pyarrow.parquet as pq
 
@@ -194,49 +188,41 @@ class ParquetRecords(Records):
         file, buffer = (self.path, _BUFFER) if stored_object is None else (ObjectReader(stored_object), PIECE)
         return pq.ParquetFile(file, buffer_size=buffer, pre_buffer=False, page_checksum_verification=True)
 
-    def _groups(self) -> list[int]:
-        """Row numbers at which the row groups end; a file that cannot be opened counts as one row."""
-        import pyarrow as pa
-
-        if self._ends is None:
-            try:
-                with self._open() as file:
-                    sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            except (pa.ArrowException, OSError) as error:
-                self._problem = f"is no whole Parquet file ({one_line(error)}): download it again"
-                sizes = [1]
-            self._ends = list(itertools.accumulate(sizes))
-        return self._ends
-
-    def __len__(self) -> int:
-        ends = self._groups()
-        return ends[-1] if ends else 0
-
-    def columns(self) -> list[str]:
+    @cached_property
+    def _footer(self) -> tuple[list[str], list[int], str]:
+        """Names of the columns, row numbers at which the row groups end, and why the file, then of one row, cannot be opened."""
         import pyarrow as pa
 
         try:
             with self._open() as file:
-                return list(file.schema_arrow.names)
-        except (pa.ArrowException, OSError):
-            return []
+                sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+                return file.schema_arrow.names, list(itertools.accumulate(sizes)), ""
+        except (pa.ArrowException, OSError) as error:
+            return [], [1], f"is no whole Parquet file ({one_line(error)}): download it again"
+
+    def __len__(self) -> int:
+        return [0, *self._footer[1]][-1]
+
+    def columns(self) -> list[str]:
+        return self._footer[0]
 
     def _raw(self, start: int) -> tuple[int, Iterator[_StoredRow]]:
-        ends = self._groups()
-        group = bisect.bisect_right(ends, start)
-        return ends[group - 1] if group else 0, self._rows(group)
+        ends = [0, *self._footer[1]]
+        group = min(bisect.bisect_right(ends, start), len(ends)) - 1
+        return ends[group], self._rows(group)
 
     def _rows(self, group: int) -> Iterator[_StoredRow]:
         """Decode the rows from a group's first on, a few at a time; of a damaged part, the rows up to its group's end have the
         problem."""
         import pyarrow as pa
 
-        if self._problem:
-            yield from [_StoredRow(0, self._problem)][group:]
+        _, ends, problem = self._footer
+        if problem:
+            yield from [_StoredRow(0, problem)][group:]
             return
         with self._open() as file:
-            for number in range(group, len(self._groups())):
-                row, end = ([0, *self._groups()][number + i] for i in range(2))
+            for number in range(group, len(ends)):
+                row, end = [0, *ends][number], ends[number]
                 try:
                     for batch in file.iter_batches(batch_size=_BATCH, row_groups=[number]):
                         plain = cache(partial(plain_rows, batch))  # rows that are skipped are not made plain
@@ -250,7 +236,7 @@ class ParquetRecords(Records):
                 yield from (_StoredRow(i, f"{why}: download the file again") for i in range(row, end))
 
     def _record(self, raw: _StoredRow) -> Record:
-        where = str(self.path) if self._problem else f"{self.path} row {raw.number}"
+        where = str(self.path) if self._footer[2] else f"{self.path} row {raw.number}"
         data, problem = ({}, raw.problem) if raw.plain is None else raw.plain()[raw.offset]
         return Record(where, finite(data), problem)
 

@@ -8,10 +8,10 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from omni.audio.io import AudioInfo, audio_info, read_part
@@ -24,10 +24,7 @@ from omni.utils.remote import check_there
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.media import present
 from train.data.rows.reference import SoundPart
-from train.data.rows.row import Sound, inside
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from train.data.rows.row import Sound, checked, inside
 
 
 def list_files(folder: str | os.PathLike[str], endings: Sequence[str] = ("",), depth: int = sys.maxsize) -> Iterator[str]:
@@ -82,32 +79,15 @@ class Files:
         check_there(folder, "folder of the recordings", f"{otherwise}--read.folder", Path.is_dir)
         return cls(folder, options.prefix or address_of(folder), options.audio)
 
-    def relative(self, name: str) -> str:
-        """Make a path in the data relative to the folder; an absolute one may lie inside it. UserError where it leaves the
-        folder."""
-        return self._locate(name)[0]
-
     def file(self, name: str, noun: str = "audio") -> Path:
         """The file at a path in the data; UserError where it leaves the folder or is missing. `noun` names it in messages."""
-        full = self._present(name, noun)[1]
+        full = _present(name, self.locate(name, noun)[1])
         refuse_pointer(full)
         return full
 
-    def _present(self, name: str, noun: str = "audio") -> tuple[str, Path]:
-        relative, full = self._locate(name, noun)
-        if not full.is_file():
-            pointed_at(full)  # it may have been removed from the cache
-            raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
-        return relative, full
-
-    def _locate(self, name: str, noun: str = "audio") -> tuple[str, Path]:
-        """A path relative to the folder, and the full one."""
-        try:
-            fit = b"\0" not in os.fsencode(name)
-        except UnicodeEncodeError:
-            fit = False
-        if not fit:
-            raise UserError(f"{name!r} is no name that a file can have, it holds NUL or half a surrogate pair: fix the row")
+    def locate(self, name: str, noun: str = "audio") -> tuple[str, Path]:
+        """A path in the data relative to the folder, and the full one; an absolute one may lie inside it. UserError where it
+        leaves the folder."""
         cut = name.removeprefix(self.prefix).lstrip("/\\") if self.prefix and name.startswith(self.prefix) else name
         if "\\" in cut and not (self.folder and (self.folder / cut).exists()):  # a path of Windows
             cut = cut.replace("\\", "/")
@@ -167,8 +147,8 @@ class Files:
         if not isinstance(value, str):
             several = f" of {len(value)}" if isinstance(value, list) else ""
             raise UserError(f"its recording is {type(value).__name__}{several}, no path and no {{bytes, path}}: fix the row")
-        relative, full = self._present(unquote(urlsplit(value).path) if value.startswith("file://") else value)
-        header(full)
+        relative, full = self.locate(unquote(urlsplit(value).path) if value.startswith("file://") else value)
+        header(_present(value, full))
         return Sound(path=relative, folder=self.folder)
 
     def cut(self, name: str, start: float, end: float, *channels: int) -> Sound | None:
@@ -176,6 +156,13 @@ class Files:
         if self.audio == "none":
             return None
         return self.or_without(lambda: cut(self.file(name), start, end, *channels))
+
+
+def _present(name: str, full: Path) -> Path:
+    if not full.is_file():
+        pointed_at(full)  # it may have been removed from the cache
+        raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
+    return full
 
 
 def _encoded(value: Any) -> Sound:
@@ -216,15 +203,10 @@ def header(source: Path | bytes) -> AudioInfo:
         return _whole(audio_info(file, name=None if file is source else f"'{source}'"), source)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Path | BinaryIO]:
+def _opened(path: Path) -> AbstractContextManager[Path | BinaryIO]:
     """A context with a recording: its path, or the open object that a pointer file stands for."""
     stored_object = pointed_at(path)
-    if stored_object is None:
-        yield path
-        return
-    with guarded(stored_object) as source:
-        yield source
+    return nullcontext(path) if stored_object is None else guarded(stored_object)
 
 
 def _whole(info: AudioInfo, name: object) -> AudioInfo:
@@ -235,45 +217,29 @@ def _whole(info: AudioInfo, name: object) -> AudioInfo:
 
 def seconds(sound: Sound | None) -> float | None:
     """Duration of a recording in seconds by its header; None without one."""
-    if sound is None:
-        return None
-    if sound.samples is not None:
-        return len(sound.samples) / sound.sample_rate
-    return _whole(sound.info(), sound.path or "its recording").seconds
+    return None if sound is None else _whole(sound.info(), sound.path or "its recording").seconds
 
 
 def cut(path: Path, start: float, end: float, *channels: int) -> Sound:
     """Cut seconds `start` to `end` out of a recording, as the mean of these channels, decoding only that part. Without channels
     named, those of a recording with one or two are mixed. UserError: times beyond the recording, no such channel, more than two
     channels and none named, a damaged part, or samples that are not finite."""
-    samples, rate, first = _decode(path, start, end)
-    held = samples.shape[1]
-    for channel in channels:
-        if not 0 <= channel < held:
-            raise UserError(f"{path} has no channel {channel}: it has {held}, counted from 0")
-    if not channels and held > 2:
-        raise UserError(
-            f"{path} has {held} channels and only 1 or 2 are mixed: name one of 0 to {held - 1}, or write it as mono"
-        )
-    part, mixed = SoundPart(first, first + len(samples), channels), samples[:, list(channels) or list(range(held))].mean(1)
-    return Sound(samples=mixed, sample_rate=rate, path=str(path.absolute()), part=part)
-
-
-def _decode(path: Path, start: float, end: float) -> tuple[Tensor, int, int]:
-    """Decode all channels [S, C] between two times in seconds; returns them, their sample rate, and the first sample."""
-    import torch
-
     info = header(path)
-    rate = info.sample_rate
+    rate, held, span = info.sample_rate, info.channels, f"{start:.2f} to {end:.2f} s"
     first, last = round(start * rate), min(round(end * rate), info.samples)
     if first < 0 or round(end * rate) > info.samples + 0.1 * rate:
-        raise UserError(f"{start:.2f} to {end:.2f} s lies beyond {path}, which lasts {info.seconds:.2f} s")
+        raise UserError(f"{span} lies beyond {path}, which lasts {info.seconds:.2f} s")
     if first >= last:
-        raise UserError(f"{start:.2f} to {end:.2f} s of {path} holds no samples")
+        raise UserError(f"{span} of {path} holds no samples")
+    if not set(channels) <= set(range(held)):
+        raise UserError(f"{path} has no channel {max(channels)}: it has {held}, counted from 0")
+    if not channels and held > 2:
+        why = f"{held} channels and only 1 or 2 are mixed: name one of 0 to {held - 1}, or write it as mono"
+        raise UserError(f"{path} has {why}")
     with _opened(path) as source:
-        samples, _ = read_part(source, first, last, name=str(path))
+        samples, _ = read_part(source, first, last, name=str(path))  # [S, C]
     if len(samples) < last - first:
-        raise UserError(f"{path} is cut short: it ends within {start:.2f} to {end:.2f} s; download or convert it again")
-    if not torch.isfinite(samples).all():
-        raise UserError(f"{path} holds NaN or infinity between {start:.2f} and {end:.2f} s: fix it")
-    return samples, rate, first
+        raise UserError(f"{path} is cut short: it ends within {span}; download or convert it again")
+    mixed = checked(samples[:, list(channels) or list(range(held))].mean(1))
+    part = SoundPart(first, first + len(samples), channels)
+    return Sound(samples=mixed, sample_rate=rate, path=str(path.absolute()), part=part)

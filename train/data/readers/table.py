@@ -229,7 +229,7 @@ def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: 
     name, said = data["id"], data["text"]
     if not said or Path(name).name != name:
         raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")
-    folder = files.relative(data["folder"])
+    folder = files.locate(data["folder"])[0]
     endings = [ending for ending in SUFFIXES if (Path(data["folder"]) / f"{name}{ending}").is_file()]
     sound = files.sound(str(Path(folder) / f"{name}{endings[0] if endings else SUFFIXES[0]}"))
     return make_row([RowTurn(said, sound)], options, "librispeech", where, id=name, speaker=name.split("-")[0])
@@ -278,7 +278,7 @@ class SoundFiles(Records):
 
 def recording_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
     """Make the row of one recording; UserError where it is broken."""
-    name = files.relative(data["path"])
+    name = files.locate(data["path"])[0]
     return make_row([RowTurn(question_audio=files.sound(name))], options, "recordings", where, id=name)
 
 

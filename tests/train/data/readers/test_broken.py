@@ -55,8 +55,8 @@ def offsets(base: int, step: int) -> str:
         (offsets(128266, 4096), "all of them fit packing 'orpheus' (128266 + 4096 x place added)"),
         ("# 1 2 3 4 5 6 70000", "they reach from 1 to 70000: they are of another codec"),
         ("# 1 2 3 4 5 6 7 # 1 2 3 4 5 6", "frame 1 has 6 codes, snac has 7"),
-        (f"# 1 2 3 4 5 {10**30} 7", f"code {10**30} at place 5 of frame 0 is not in snac's 0 to 4095, nor in any packing"),
-        ("# 1 2 3 four 5 6 7", "its codes hold 'four' in frame 0, which is no integer"),
+        (f"# 1 2 3 4 5 {10**30} 7", f"code {10**30} is of no codec, nor in any packing"),
+        ("# 1 2 3 four 5 6 7", "its codes hold what is no integer of a code (invalid literal for int() with base 10: 'four')"),
     ],
 )
 def test_codes_that_do_not_fit_are_named_by_what_would_explain_them(tmp_path, codes, why):
