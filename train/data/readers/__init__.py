@@ -115,16 +115,13 @@ def recognise_record(record: Mapping[str, Any], options: ReaderOptions, where: s
 
 def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = None) -> OpenedSource:
     """Open a data set; UserError for one that does not exist or is of no known format, or for options that do not fit."""
-    options, path = options or ReaderOptions(), data_path(path)
+    options, source = options or ReaderOptions(), data_path(path)
     check_options(options)
-    if not options.format:
-        # Mapped columns mean that the data are a table, even where the columns would fit another format.
-        reader = READERS["table"] if options.columns else recognise(path)
-    else:
-        check_there(path, "data", f"data {path} does not exist: name a file or folder")
-        reader = READERS[options.format]
+    check_there(source, "data", f"data {source} does not exist: name a file or folder")
+    # Mapped columns mean that the data are a table, even where the columns would fit another format.
+    reader = READERS[options.format or "table"] if options.format or options.columns else recognise(path)
     with _of(reader):
-        return reader(Path(path), options)
+        return reader(source, options)
 
 
 def check_options(options: ReaderOptions, prefix: str = "--read") -> None:

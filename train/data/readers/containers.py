@@ -190,7 +190,7 @@ class ParquetRecords(Records):
 
     @cached_property
     def _footer(self) -> tuple[list[str], list[int], str]:
-        """Names of the columns, row numbers at which the row groups end, and why the file, then of one row, cannot be opened."""
+        """Names of the columns, row numbers at which the row groups end, and why the file cannot be opened (as one row)."""
         import pyarrow as pa
 
         try:

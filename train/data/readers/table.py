@@ -50,18 +50,16 @@ def columns_flag(columns: Iterable[str]) -> str:
 
 def unknown(path: Path, formats: Sequence[str]) -> str:
     """Message for data of no known format: what was found, and what to do."""
+    start = f"data {path} is of no format known here:"
     named = f"name the format with --read.format, one of {', '.join(formats)} ({PLUGIN})"
-    file, subject = path, "it"
-    if path.is_dir():
-        first = next(list_files(path, ENDINGS, FIRST_DEPTH), None)
-        if first is None:
-            return f"data {path} is of no format known here: it holds no file that ends in {', '.join(ENDINGS)}; {named}"
-        file, subject = Path(first), f"its first file, {Path(first).relative_to(path)},"
-    elif not file.name.lower().endswith(ENDINGS):
-        return f"data {path} is of no format known here: its name ends in none of {', '.join(ENDINGS)}; {named}"
+    files = list_files(path, ENDINGS, FIRST_DEPTH) if path.is_dir() else [str(path)]
+    file = next((Path(file) for file in files if file.lower().endswith(ENDINGS)), None)
+    if file is None:
+        held = "it holds no file that ends in" if path.is_dir() else "its name ends in none of"
+        return f"{start} {held} {', '.join(ENDINGS)}; {named}"
     content, advice = _look(file)
-    what_to_do = f"; {advice}, or {named}" if advice else ": name other data"
-    return f"data {path} is of no format known here: {subject} {content}{what_to_do}"
+    subject = "it" if file == path else f"its first file, {file.relative_to(path)},"
+    return f"{start} {subject} {content}" + (f"; {advice}, or {named}" if advice else ": name other data")
 
 
 def _look(file: Path) -> tuple[str, str]:
