@@ -51,6 +51,8 @@ LOOKS = 20
 """A process looks at the size of the whole cache after each of so many parts of the limit that it has written."""
 TOUCHED = 60.0
 """Seconds within which an entry's use is noted once."""
+RECENT = 16
+"""Blocks that a process keeps in memory where the disk keeps none."""
 CHECKSUM = 4
 """Bytes of a block's CRC-32."""
 
@@ -82,6 +84,7 @@ class StoreCache:
         self._unlooked: int | None = None  # bytes written since the size was looked at; None before the first look
         self._warned = False
         self._held: dict[Path, int] = {}
+        self._recent: dict[str, bytes] = {}
 
     # --- blocks ---------------------------------------------------------------------------------------------------------
 
@@ -91,15 +94,19 @@ class StoreCache:
         try:
             data = path.read_bytes()
         except OSError:
-            return None
+            return self._recent.get(key)
         if zlib.crc32(data[:-CHECKSUM]).to_bytes(CHECKSUM, "little") != data[-CHECKSUM:]:
             return None
         _touch(path)
         return data[:-CHECKSUM]
 
     def write_block(self, key: str, data: bytes) -> None:
-        """Keep a block; where that fails, a line in the log says so once, and data are read without the cache."""
+        """Keep a block; where that fails, a line in the log says so once, and data are read without the cache.
+
+        Of blocks that the disk does not keep, memory keeps a few: a recording is read several times, one after another.
+        """
         if len(data) > limit_bytes():
+            self._remember(key, data)
             return
         path = self._block(key)
         try:
@@ -113,8 +120,13 @@ class StoreCache:
                     "the cache %s cannot be written (%s): data are read without it; %s", self.folder, error.strerror, way
                 )
             self._warned = True
+            self._remember(key, data)
         else:
             self.written(len(data))
+
+    def _remember(self, key: str, data: bytes) -> None:
+        with self._lock:
+            self._recent = dict([*self._recent.items(), (key, data)][-RECENT:])
 
     def _block(self, key: str) -> Path:
         return self.folder / "blocks" / key[:2] / key

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from omni import stores
 from omni.errors import UserError
 from omni.files import cache_folder
 from omni.stores import reading
@@ -190,6 +191,7 @@ def test_an_entry_that_was_deleted_is_fetched_again(bucket: Any) -> None:
 def test_reading_at_any_place(bucket: Any, monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     if not kept:
         monkeypatch.setenv("OMNI_CACHE_GB", "0")
+        monkeypatch.setattr(stores.cache, "RECENT", 2)
     monkeypatch.setattr(reading, "BLOCK", 100)
     monkeypatch.setattr(reading, "PIECE", 400)
     data, dice = os.urandom(1234), random.Random(0)
