@@ -28,11 +28,9 @@ from omni.utils.remote import refuse_remote
 if TYPE_CHECKING:
     from torch import Tensor
 
-QUIET_DBFS = -60.0
-"""Below this level a clip counts as silent."""
+QUIET_DBFS = -60.0  # below this level a clip counts as silent
 
-SHORT_SECONDS = 0.1
-"""Shortest clip in which anything can be said."""
+SHORT_SECONDS = 0.1  # shortest clip in which anything can be said
 
 _CANCELLED = 0.01  # share of the louder channel's energy that is left when opposite channels are averaged
 

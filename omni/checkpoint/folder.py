@@ -52,8 +52,7 @@ from omni.utils.configuration import validate
 
 LOG = logging.getLogger(__name__)
 
-LONGEST = 16_000_000
-"""Most bytes of a `config.json`."""
+LONGEST = 16_000_000  # most bytes of a `config.json`
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from omni.stores.reading import local_path, naming
 WEIGHTS, CONFIG, TOKENIZER, CODEC = "model.safetensors", "config.json", "tokenizer.json", "codec"
 ADAPTERS, ADAPTER_CONFIG = "adapters", "adapter_config.json"
 
-PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")
-"""Second byte of a pickle, by protocol."""
+PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")  # second byte of a pickle, by protocol
 
 
 def no_folder(path: Path) -> str:

@@ -60,8 +60,7 @@ FAMILIES = {
 }
 """Families by `model_type`; Qwen2.5's is qwen2, Llama 3.x's llama."""
 
-WINDOW, FULL_LAYERS = 4096, 28
-"""Transformers' defaults of `sliding_window` and `max_window_layers`."""
+WINDOW, FULL_LAYERS = 4096, 28  # transformers' defaults of `sliding_window` and `max_window_layers`
 
 EMBEDDING, HEAD = "decoder.text_embedding.weight", "decoder.text_head.weight"
 

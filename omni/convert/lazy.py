@@ -20,8 +20,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The types that weights may have."""
 
 
-BLOCK = 256
-"""Rows per block of random numbers, so that a drawn tensor is the same however it is read."""
+BLOCK = 256  # rows per block of random numbers, so that a drawn tensor is the same however it is read
 
 
 @dataclass(frozen=True)

@@ -43,18 +43,12 @@ except ImportError:  # Windows: an entry in use may be deleted, and is fetched a
 
 LOG = logging.getLogger(__name__)
 
-DEFAULT_GB = 50.0
-"""Limit of the cache in GB, without `OMNI_CACHE_GB`."""
-LEFT = 0.9
-"""Share of the limit that is left when the oldest entries are deleted."""
-LOOKS = 20
-"""A process looks at the size of the whole cache after each of so many parts of the limit that it has written."""
-TOUCHED = 60.0
-"""Seconds within which an entry's use is noted once."""
-RECENT = 16
-"""Blocks that a process keeps in memory where the disk keeps none."""
-CHECKSUM = 4
-"""Bytes of a block's CRC-32."""
+DEFAULT_GB = 50.0  # limit of the cache in GB, without `OMNI_CACHE_GB`
+LEFT = 0.9  # share of the limit that is left when the oldest entries are deleted
+LOOKS = 20  # a process looks at the size of the whole cache after each of so many parts of the limit that it has written
+TOUCHED = 60.0  # seconds within which an entry's use is noted once
+RECENT = 16  # blocks that a process keeps in memory where the disk keeps none
+CHECKSUM = 4  # bytes of a block's CRC-32
 
 
 class CacheError(UserError):

@@ -21,8 +21,7 @@ from omni.errors import PackageError, UserError, closest
 from omni.stores.tries import ChangedError, MissingError, stall_seconds, tried
 from omni.utils.remote import shown
 
-SLOWEST = 64 << 10
-"""Bytes a second: a request that is slower as a whole is given up, and made again."""
+SLOWEST = 64 << 10  # bytes a second: a request that is slower as a whole is given up, and made again
 
 VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash")
 """Keys under which drivers give an object's version, the best first."""
@@ -59,11 +58,9 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}
-"""Names that other programs have for schemes."""
+ALIASES = {"gcs": "gs", "s3a": "s3", "s3n": "s3"}  # names that other programs have for schemes
 
-KNOWN = ("s3", "gs", "hf", "https")
-"""Schemes that messages name."""
+KNOWN = ("s3", "gs", "hf", "https")  # schemes that messages name
 
 
 @dataclass(frozen=True)

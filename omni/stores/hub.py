@@ -39,8 +39,7 @@ PATTERNS = (
 """Files of a model folder that are brought here, as patterns of `fnmatch`."""
 CARD = "README.md"
 """The model card."""
-LOOKS = 2
-"""Tries to look at a repository of which something is in the cache already."""
+LOOKS = 2  # tries to look at a repository of which something is in the cache already
 
 Result = TypeVar("Result")
 

@@ -19,12 +19,10 @@ LOG = logging.getLogger(__name__)
 
 TRIES = 6
 """Most tries of a request."""
-FIRST_WAIT, LONGEST_WAIT = 0.5, 20.0
-"""Seconds before the second try, about, doubled for each further one; and the most."""
+FIRST_WAIT, LONGEST_WAIT = 0.5, 20.0  # seconds before the second try, about, doubled for each further one; and the most
 PASSING_STATUS = (408, 425, 429, *range(500, 600))
 """Status codes of HTTP that may be over at another try: timeouts, throttling, errors of the server."""
-CHANGED_STATUS = (412, 416)
-"""Status codes of a request for a range of an object that is no longer the one that was listed."""
+CHANGED_STATUS = (412, 416)  # status codes of a request for a range of an object that is no longer the one that was listed
 PASSING_ERRORS = {
     *("FSTimeoutError", "TimeoutError", "ConnectionError", "HTTPClientError", "IncompleteRead", "IncompleteReadError"),
     *("ResponseStreamingError", "ResponseParserError", "ClientConnectionError", "ClientPayloadError", "TransportError"),

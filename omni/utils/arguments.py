@@ -12,8 +12,7 @@ from typing import Any
 
 from omni.errors import UserError
 
-LONGEST = 400
-"""Most characters of the library's messages, which may hold a value of any length."""
+LONGEST = 400  # most characters of the library's messages, which may hold a value of any length
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 

@@ -23,8 +23,7 @@ STYLE: Any = {
 }
 BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
 """Place of a legend to the right of its axes."""
-WIDTH = 160
-"""Characters of a line of a table where there is no terminal."""
+WIDTH = 160  # characters of a line of a table where there is no terminal
 
 
 def printable(text: str, length: int = 90) -> str:

@@ -58,8 +58,7 @@ PEAK_FLOPS = {
 }
 """Dense half-precision tensor-core FLOP/s, summed in fp32, by words of the device's name (the makers' data sheets)."""
 
-_OTHERS = r"Ti|SUPER|D|Laptop|Max-Q"
-"""Words after a name that make it that of another device."""
+_OTHERS = r"Ti|SUPER|D|Laptop|Max-Q"  # words after a name that make it that of another device
 
 
 def check_device(name: object) -> None:
@@ -74,8 +73,7 @@ def check_dtype(name: object) -> None:
         raise UserError(f"dtype {str(name)!r} is unknown; use auto, float32, bfloat16 or float16")
 
 
-QUANTIZED = ("int8",)
-"""Formats of weights in fewer bits (`omni.cpu.int8`)."""
+QUANTIZED = ("int8",)  # formats of weights in fewer bits (`omni.cpu.int8`)
 
 
 def check_quantize(name: object, device: str = "cpu") -> None:

@@ -25,8 +25,7 @@ COPIES = {
 }
 """Command that copies from an address, by scheme."""
 
-LONGEST_SHOWN = 200
-"""Most characters of an address in a message."""
+LONGEST_SHOWN = 200  # most characters of an address in a message
 
 
 def find_address(path: str | os.PathLike[str], folder: str | os.PathLike[str] = ".") -> str | None:

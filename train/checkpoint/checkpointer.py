@@ -353,11 +353,9 @@ class Checkpointer:
 # --- beside the steps -----------------------------------------------------------------------------------------------------
 
 
-SHARE = 0.9
-"""Largest share of a machine's free memory that copies may take."""
+SHARE = 0.9  # largest share of a machine's free memory that copies may take
 
-PIECE, THREADS = 16 << 20, 4
-"""Bytes that a thread copies at once, and the most threads, which use a processor's memory fully."""
+PIECE, THREADS = 16 << 20, 4  # bytes that a thread copies at once, and the most threads, which use a processor's memory fully
 
 
 class StateCopy:

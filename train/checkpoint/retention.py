@@ -23,8 +23,7 @@ RUN_FILES = (
     *("curves.png", "spectrogram.png", "balance.png", "highest_loss.jsonl", "profile"),
 )
 """Files and folders of a run folder that `resume: restart` deletes."""
-RESTARTED = ".restarted"
-"""File in a run folder: names of the launch that `resume: restart` has cleared it in."""
+RESTARTED = ".restarted"  # file in a run folder: names of the launch that `resume: restart` has cleared it in
 CONFIG, RESULTS = "config.yaml", ("model", "adapter")
 """The configuration in a run folder, and what a finished run leaves there."""
 

@@ -34,8 +34,7 @@ from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_pa
 
 T = TypeVar("T")
 
-GRACE = 0.2
-"""Seconds that `leave` waits for the threads of the process group."""
+GRACE = 0.2  # seconds that `leave` waits for the threads of the process group
 
 
 def build_fabric(config: FabricConfig) -> Fabric:

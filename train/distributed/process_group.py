@@ -32,10 +32,8 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(hours=4)
 """Timeout of processes that wait for one of them, as in validation; a process that dies is noticed at once."""
-PATIENT = 15.0
-"""Seconds after which a process that waits for the others at the start says so; again after twice as long."""
-START = timedelta(minutes=30)
-"""Longest time that processes wait for each other at their start."""
+PATIENT = 15.0  # seconds after which a process that waits for the others at the start says so; again after twice as long
+START = timedelta(minutes=30)  # longest time that processes wait for each other at their start
 LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 """Seconds before each look for a file that another process has written: network file systems show it late."""
 NAMING, LEAVING = timedelta(seconds=10), 30.0
