@@ -112,17 +112,16 @@ def read_audio(
 ) -> Tensor:
     """Read a recording as mono `[S]` float32 at `sample_rate` samples per second: WAV, FLAC, OGG, MP3, AIFF, AU, CAF, W64 or
     NIST, and with PyAV the sound of M4A, MP4, WebM, Matroska, AAC, WMA or AMR. Of several joined in one file all are heard.
+    UserError: missing, a folder, empty, not a sound file, truncated, without samples (silence passes), too long, a stream
+    without end, more than two channels and none chosen, NaN or infinity, a rate that no sound has.
 
     Args:
         max_seconds: longest that is read, by the header before anything is decoded; None for any length.
         channel: number of one, from 0; "mix" averages one or two, or takes the louder, with a warning, where they cancel.
         name: the source's in messages.
 
-    Raises:
-        UserError: missing, a folder, empty, not a sound file, truncated, without samples (silence passes), too long, a stream
-            without end, more than two channels and none chosen, NaN or infinity, a rate that no sound has.
-
-    SoundWarning: perhaps cut short, or channels that cancel each other."""
+    SoundWarning: perhaps cut short, or channels that cancel each other.
+    """
     name = name or _name(source)
     with opened(source, name) as recording:
         rate, promised, doubt = recording.rate, recording.samples, recording.doubt

@@ -43,7 +43,8 @@ def samples_before(hop: int = HOP) -> int:
 
 
 def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int = HOP, before: Tensor | None = None) -> Tensor:
-    """Features `[..., M, F]` float32 of 16 kHz sound `[..., S]`, F = `mel_frames(S, hop)`.
+    """Features `[..., M, F]` float32 of 16 kHz sound `[..., S]`, F = `mel_frames(S, hop)`. UserError: no samples, or a value
+    that is none of these.
 
     Args:
         n_mels: 80 or 128, the banks that Whisper ships.
@@ -52,9 +53,6 @@ def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int 
         hop: samples between frames, 160 for Whisper.
         before: the `samples_before(hop)` samples before these. Each frame then ends with its hop (at Whisper's, its centre is
             2.5 ms earlier), and nothing is mirrored.
-
-    Raises:
-        UserError: no samples, or a value that is none of these.
     """
     import torch
     from whisper.audio import mel_filters

@@ -15,7 +15,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +122,8 @@ def save_folder(
     needed: int = 0,
     on_progress: WriteCallback | None = None,
 ) -> dict[str, FileStamp]:
-    """Write a model folder beside its name, then rename it, which replaces an older folder of that name.
+    """Write a model folder beside its name, then rename it, which replaces an older folder of that name. UserError: the disk is
+    full, or the place cannot be written; nothing half-written is left.
 
     Where the name is a symbolic link, its target is replaced.
 
@@ -137,9 +138,6 @@ def save_folder(
 
     Returns:
         size and CRC-32 of each file but `config.json`, which holds them.
-
-    Raises:
-        UserError: the disk is full, or the place cannot be written; nothing half-written is left.
     """
     with replacing_folder(folder, needed) as staging:
         weights = save_tensors(lazies_of(state), staging / WEIGHTS, only_finite=only_finite, on_progress=on_progress)
@@ -182,7 +180,8 @@ def load_folder(
     weights: bool = True,
     mute: bool = False,
 ) -> LoadedFolder:
-    """Read a model folder.
+    """Read a model folder. UserError: a file is missing, not listed, truncated or altered, a tensor does not fit the
+    configuration or holds numbers that are not finite, it is a pickle, or the device does not take weights in int8.
 
     Args:
         folder: its path, or its address, from which it is brought into the cache (`omni.stores`).
@@ -192,10 +191,6 @@ def load_folder(
         codec_folder: the codec's weights, where they are not in the folder.
         weights: False leaves the file of weights unread, and the model's parameters on the meta device.
         mute: leave out a codec whose package is not installed, with a line in the log, instead of raising.
-
-    Raises:
-        UserError: a file is missing, not listed, truncated or altered, a tensor does not fit the configuration or holds numbers
-            that are not finite, it is a pickle, or the device does not take weights in int8.
     """
     path = local_path(folder)
     with naming(folder, path):
@@ -348,69 +343,46 @@ PIECE = 2 << 20
 """Bytes of a weight in full precision that are held at once; rounding them takes twice as much besides."""
 
 
-class RoundedRows:
-    """A weight [N, K] in full precision, whose int8 rows and scales are computed as they are read."""
+def _rounded(name: str, source: Lazy, where: str, counted: int) -> tuple[Lazy, Lazy, Callable[[], int]]:
+    """The int8 rows of a weight [N, K] in full precision, and their scales [N], computed as they are read; and what gives the
+    checksum of its first `counted` rows (`omni.model.linears.checksum_of`). UserError, when read: a row is not finite."""
 
-    def __init__(self, name: str, source: Lazy, where: str, rows: int | None = None) -> None:
-        """`rows`: of the weight that its checksum counts, see `omni.model.linears.checksum_of`; all by default."""
-        self.name, self.source, self.where = name, source, where
-        self.counted = source.length if rows is None else min(rows, source.length)
-        self._checksum = 0
-
-    @cached_property
-    def largest(self) -> Tensor:
-        """The largest |w| of each row, [N]; UserError where a row is not finite."""
-        out, value = torch.empty(self.source.length), name_crc(self.name.removesuffix(".weight"))
-        for start, rows in self._pieces(0, self.source.length):
-            if not finite(rows):
-                raise not_finite(self.name, self.where)
-            out[start : start + len(rows)] = largest_of(rows)
-            if start < self.counted:
-                value = crc_of(rows[: self.counted - start].to(torch.bfloat16), value)
-        self._checksum = value
-        return out
-
-    @property
-    def checksum(self) -> int:
-        """`omni.model.linears.checksum_of` the weight in full precision."""
-        _ = self.largest
-        return self._checksum
-
-    @property
-    def weight(self) -> Lazy:
-        """The int8 rows."""
-        return Lazy(self.source.shape, torch.int8, self._weight)
-
-    @property
-    def scale(self) -> Lazy:
-        """The scales [N]."""
-        return Lazy(self.source.shape[:1], torch.float32, lambda start, stop: self.largest[start:stop] / MOST)
-
-    def _weight(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, *self.source.shape[1:], dtype=torch.int8)
-        for first, rows in self._pieces(start, stop):
-            offset = first - start
-            out[offset : offset + len(rows)] = whole_numbers(rows, self.largest[first : first + len(rows)])
-        return out
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Groups of rows of at most `PIECE` bytes (or of one row), with the number of the first."""
-        step = max(1, PIECE * self.source.length // max(1, self.source.nbytes))
+    def pieces(start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        step = max(1, PIECE * source.length // max(1, source.nbytes))  # at least a row
         for first in range(start, stop, step):
-            yield first, self.source.read(first, min(first + step, stop))
+            yield first, source.read(first, min(first + step, stop))
+
+    @cache
+    def largest() -> tuple[Tensor, int]:
+        """The largest |w| of each row, [N], and the checksum."""
+        out, value = torch.empty(source.length), name_crc(name.removesuffix(".weight"))
+        for start, rows in pieces(0, source.length):
+            if not finite(rows):
+                raise not_finite(name, where)
+            out[start : start + len(rows)] = largest_of(rows)
+            if start < counted:
+                value = crc_of(rows[: counted - start].to(torch.bfloat16), value)
+        return out, value
+
+    def weight(start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, *source.shape[1:], dtype=torch.int8)
+        for first, rows in pieces(start, stop):
+            out[first - start : first - start + len(rows)] = whole_numbers(rows, largest()[0][first : first + len(rows)])
+        return out
+
+    scale = Lazy(source.shape[:1], torch.float32, lambda start, stop: largest()[0][start:stop] / MOST)
+    return Lazy(source.shape, torch.int8, weight), scale, lambda: largest()[1]
 
 
 def int8_tensors(
     config: ModelConfig, state: Mapping[str, Lazy], where: str
 ) -> tuple[dict[str, Lazy], Callable[[], dict[str, int]]]:
-    """The tensors in int8 of a model in full precision, none of them read yet.
+    """The tensors in int8 of a model in full precision, none of them read yet. UserError: a tensor is missing, of another
+    shape, not part of the configuration or no floating-point weight, or a module cannot be replaced
+    (`omni.cpu.int8.check_linears`).
 
     Returns:
         the tensors, and the checksums of the linears' weights in full precision, which are known after the scales were read.
-
-    Raises:
-        UserError: a tensor is missing, of another shape, not part of the configuration or no floating-point weight, or a
-            module cannot be replaced (`omni.cpu.int8.check_linears`).
     """
     model = SpeechModel.unfilled(config)
     check_state(state, model.state_dict(), where)
@@ -420,22 +392,16 @@ def int8_tensors(
                 f"{where}: tensor {name} is {type_name(tensor.dtype)}, not in full precision; quantise the original model"
             )
     linears = [f"{name}.weight" for name in check_linears(model)]
-    text_rows, rounded = config.layout.text.size, dict[str, RoundedRows]()
-    for name in empty_int8(model):
-        counted = text_rows if name == f"{TEXT_HEAD}.weight" else None
-        rounded[name] = RoundedRows(name, state[name], where, counted)
-    out = dict(state)
-    for name, rows in rounded.items():
-        out[name], out[f"{name.removesuffix('weight')}scale"] = rows.weight, rows.scale
-    return out, lambda: {name.removesuffix(".weight"): rounded[name].checksum for name in linears}
+    out, checksums = dict(state), dict[str, Callable[[], int]]()
+    for name, scale in empty_int8(model).items():
+        counted = config.layout.text.size if name == f"{TEXT_HEAD}.weight" else state[name].length
+        out[name], out[scale], checksums[name] = _rounded(name, state[name], where, counted)
+    return out, lambda: {name.removesuffix(".weight"): checksums[name]() for name in linears}
 
 
 def model_in_int8(config: ModelConfig, state: Mapping[str, Tensor], checksums: Mapping[str, int], where: str) -> SpeechModel:
-    """The model of tensors in int8 (not copied).
-
-    Raises:
-        UserError: a tensor is missing, of another shape or type, or not part of the configuration.
-    """
+    """The model of tensors in int8 (not copied). UserError: a tensor is missing, of another shape or type, or not part of the
+    configuration."""
     model = SpeechModel.unfilled(config)
     norm = state.get("decoder.norm.weight")
     held = empty_int8(model, checksums, torch.float32 if norm is None else norm.dtype)

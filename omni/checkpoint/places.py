@@ -48,11 +48,8 @@ def adapters_in(folder: Path) -> dict[str, Path]:
 
 
 def find_adapter(adapter: str | os.PathLike[str], model: str | os.PathLike[str] | None) -> Path:
-    """The folder of an adapter: `adapter`, or, where nothing is there, the one of that name in the model's folder.
-
-    Raises:
-        UserError: there is no such folder, and the model has other adapters.
-    """
+    """The folder of an adapter: `adapter`, or, where nothing is there, the one of that name in the model's folder. UserError:
+    there is no such folder, and the model has other adapters."""
     path = Path(adapter)
     if model is None or path.exists():
         return path

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -113,11 +114,8 @@ PT = {"format": "pt"}
 
 
 def read_safetensors(path: Path) -> dict[str, Lazy]:
-    """The tensors of one file, none of them read yet.
-
-    Raises:
-        UserError: the file is missing, truncated, a pickle, its header contradicts itself, or a tensor's type is not known.
-    """
+    """The tensors of one file, none of them read yet. UserError: the file is missing, truncated, a pickle, its header
+    contradicts itself, or a tensor's type is not known."""
     file = open_safetensors(path)
     out = {}
     for name in file.offset_keys():
@@ -135,45 +133,26 @@ def _rows(tensor: Any, sliced: bool, start: int, stop: int) -> Tensor:
 
 def read_pieces(path: Path) -> dict[str, Lazy]:
     """The tensors of one file as `read_safetensors` gives them, but read instead of mapped: what was read and dropped is no
-    longer part of the process's memory, also not of the share that is backed by the file.
-
-    Raises:
-        UserError: as `read_safetensors`.
-    """
-    known, file = read_safetensors(path), path.open("rb", buffering=0)
-    start = 8 + int.from_bytes(file.read(8), "little")
+    longer part of the process's memory, also not of the share that is backed by the file. UserError: as `read_safetensors`."""
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
     out = {}
-    for name, tensor in known.items():  # in the order of the file, which has no gaps
-        out[name] = Lazy(tensor.shape, tensor.dtype, partial(_piece, file, start, tensor))
+    for name, tensor in read_safetensors(path).items():  # in the order of the file, which has no gaps
+        out[name] = Lazy(tensor.shape, tensor.dtype, partial(_piece, path, start, tensor))
         start += tensor.nbytes
     return out
 
 
-def _piece(file: Any, offset: int, tensor: Lazy, start: int, stop: int) -> Tensor:
+def _piece(path: Path, offset: int, tensor: Lazy, start: int, stop: int) -> Tensor:
     """Rows `[start, stop)` of a tensor whose bytes begin at `offset`."""
     size = tensor.nbytes // max(1, tensor.length)
-    out = (
-        torch.empty(stop - start, *tensor.shape[1:], dtype=tensor.dtype)
-        if tensor.shape
-        else torch.empty((), dtype=tensor.dtype)
-    )
-    data: Any = out.view(-1).view(torch.uint8).numpy()
-    view = memoryview(data)
-    file.seek(offset + start * size)
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise UserError(f"{file.name} was cut while it was read; {AGAIN}")
-        view = view[count:]
-    return out
+    data = np.fromfile(path, np.uint8, (stop - start) * size, offset=offset + start * size)
+    return torch.from_numpy(data).view(tensor.dtype).reshape((stop - start, *tensor.shape[1:]) if tensor.shape else ())
 
 
 def read_torch(path: Path) -> Any:
-    """Reads a file of `torch.save`, its tensors mapped, not read. Only tensors and plain containers: no code is run.
-
-    Raises:
-        UserError: missing, truncated, or a pickle that asks for anything else.
-    """
+    """Reads a file of `torch.save`, its tensors mapped, not read. Only tensors and plain containers: no code is run. UserError:
+    missing, truncated, or a pickle that asks for anything else."""
     if not path.is_file():
         raise UserError(f"{path} is missing; fetch it again")
     refuse_pointer(path)
@@ -200,11 +179,8 @@ def state_of(data: Any, path: Path) -> dict[str, Lazy]:
 
 
 def read_weights(folder: Path) -> dict[str, Lazy]:
-    """The weights of a folder as Hugging Face writes them: safetensors or `torch.save`, single or in shards.
-
-    Raises:
-        UserError: no weights, a missing shard, or shards that are not what their index says.
-    """
+    """The weights of a folder as Hugging Face writes them: safetensors or `torch.save`, single or in shards. UserError: no
+    weights, a missing shard, or shards that are not what their index says."""
     for stem in ("model.safetensors", "pytorch_model.bin"):
         if (folder / stem).is_file():
             return _read_any(folder / stem)
@@ -295,7 +271,8 @@ def save_tensors(
     on_progress: WriteCallback | None = None,
 ) -> FileStamp:
     """Write a safetensors file, byte for byte as `safetensors.torch.save_file` writes it, never holding more than a piece of a
-    tensor besides those that are in memory.
+    tensor besides those that are in memory. OSError: from the file system; see `omni.files.replacing_folder`, which syncs what
+    is written. NotFinite: a tensor has such values.
 
     Large files do not go through the page cache (`omni.files.LargeFile`), and any file has the permissions of any other.
 
@@ -304,10 +281,6 @@ def save_tensors(
         only_finite: refuse values that are not finite.
         checksum: look at all values on the way; without, the stamp has a CRC-32 of 0, and names no tensors.
         on_progress: called with the bytes written so far and the total.
-
-    Raises:
-        OSError: from the file system; see `omni.files.replacing_folder`, which syncs what is written.
-        NotFinite: a tensor has such values.
     """
     head, offsets, size = file_layout(tensors, notes)
     progress = Progress(size - len(head), on_progress)

@@ -130,15 +130,13 @@ class StoreCache:
     @contextmanager
     def filling(self, key: str, needed: int, address: str) -> Iterator[Path | None]:
         """Yields a new folder to fill, which becomes the entry `key` when the block ends well; None where there is one.
+        CacheError: it is larger than the cache may be, or the disk is full, or the cache cannot be written.
 
         Of several processes one fills it, and the others wait. `hold` must follow, in a loop: the entry may be deleted between.
 
         Args:
             needed: bytes that will be written.
             address: for messages.
-
-        Raises:
-            CacheError: it is larger than the cache may be, or the disk is full, or the cache cannot be written.
         """
         from filelock import FileLock
 

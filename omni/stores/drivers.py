@@ -137,14 +137,11 @@ def inner_name(address: str, folder: str) -> str:
 
 
 def list_objects(address: str, deep: bool = False) -> list[StoredObject]:
-    """The objects in a folder, sorted by address: one request, or one for each thousand.
+    """The objects in a folder, sorted by address: one request, or one for each thousand. UserError: the store has no folders,
+    or cannot be listed. MissingError: nothing is there.
 
     Args:
         deep: also those in folders below it.
-
-    Raises:
-        UserError: the store has no folders, or cannot be listed.
-        MissingError: nothing is there.
     """
     scheme = scheme_of(address)
     if not SCHEMES[scheme].lists:
@@ -168,12 +165,8 @@ def list_objects(address: str, deep: bool = False) -> list[StoredObject]:
 
 
 def look_up(address: str) -> StoredObject:
-    """An object as it is now.
-
-    Raises:
-        UserError: it cannot be looked at, or the server does not tell its size.
-        MissingError: there is none; the closest name beside it is told.
-    """
+    """An object as it is now. UserError: it cannot be looked at, or the server does not tell its size. MissingError: there is
+    none; the closest name beside it is told."""
     scheme = scheme_of(address)
     try:
         info = dict(tried(lambda: _system(scheme).info(address), address))
@@ -197,12 +190,7 @@ def look_up_all(address: str) -> list[StoredObject]:
 
 
 def read_range(of: StoredObject, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop` of an object.
-
-    Raises:
-        ChangedError: it is not any more what was listed.
-        UserError: it cannot be read.
-    """
+    """Bytes `start` to `stop` of an object. ChangedError: it is not any more what was listed. UserError: it cannot be read."""
     if start >= stop:
         return b""
     scheme = scheme_of(of.address)

@@ -81,13 +81,11 @@ def parse_hub(address: str) -> HubAddress | None:
 
 
 def snapshot(at: HubAddress) -> Path:
-    """The folder of a model in the hub's cache, where what is lacking of it is brought first.
+    """The folder of a model in the hub's cache, where what is lacking of it is brought first. MissingError: there is no such
+    repository, revision or folder, or it is private and there is no token for it. UserError: it cannot be read, or lists files
+    that are not read.
 
     Where the hub cannot be reached, what is in the cache is taken, with a line in the log.
-
-    Raises:
-        MissingError: there is no such repository, revision or folder, or it is private and there is no token for it.
-        UserError: it cannot be read, or lists files that are not read.
     """
     options, api = _options(at), _hub().HfApi()
     from huggingface_hub import constants
@@ -205,12 +203,10 @@ def create_branch(at: HubAddress) -> None:
 
 def upload(at: HubAddress, files: Sequence[tuple[str, Path | bytes]], message: str) -> str:
     """Write files in one commit, so that all of them are seen or none; returns its page. What the hub has already is not sent.
+    UserError: it is refused, or goes on failing; what was sent is not sent again by the next try.
 
     Args:
         files: names in the repository, and paths or contents, in order.
-
-    Raises:
-        UserError: it is refused, or goes on failing; what was sent is not sent again by the next try.
     """
     hub = _hub()
 

@@ -55,15 +55,13 @@ _fetched: dict[tuple[str, bool], Path] = {}
 
 def local_path(path: str | os.PathLike[str], again: bool = False, pointers: bool = False) -> Path:
     """The path itself, or, where it is an address, that of what is there, in the cache (of models at the hub, in the hub's).
+    UserError: nothing is there, it cannot be read, or the cache has no room for it.
 
     An address is looked at once in a process, so that all of a run reads the same version.
 
     Args:
         again: look whether it has changed since.
         pointers: of a folder, bring no recordings and no Parquet files, but pointer files (`pointed_at`).
-
-    Raises:
-        UserError: nothing is there, it cannot be read, or the cache has no room for it.
     """
     address = find_address(path)
     if address is None:
@@ -156,12 +154,8 @@ def content_key(path: Path) -> str:
 
 
 def download(address: str, objects: Sequence[StoredObject], folder: Path) -> None:
-    """Write the objects in a folder of addresses to a folder here, without the cache.
-
-    Raises:
-        UserError: they cannot be read.
-        OSError: the folder cannot be written.
-    """
+    """Write the objects in a folder of addresses to a folder here, without the cache. UserError: they cannot be read. OSError:
+    the folder cannot be written."""
     _fill(folder, {inner_name(stored.address, address): stored for stored in objects})
 
 
@@ -214,11 +208,7 @@ def read_whole(address: str) -> bytes:
 
 class ObjectReader(io.RawIOBase):
     """An object, open for reading at any place: by blocks, which the cache keeps. Blocks side by side are one request.
-
-    Raises:
-        ChangedError: in `read`, where the object is not any more what was listed.
-        UserError: in `read`, where it cannot be read.
-    """
+    ChangedError: in `read`, where the object is not any more what was listed. UserError: in `read`, where it cannot be read."""
 
     def __init__(self, of: StoredObject) -> None:
         super().__init__()
@@ -290,11 +280,8 @@ class _Guarded(ObjectReader):
 
 @contextmanager
 def guarded(stored: StoredObject) -> Iterator[BinaryIO]:
-    """A context with an object that is open at any place, for a library in C, such as libsndfile.
-
-    Raises:
-        StoreError: at the end of the context, where a part could not be read: whatever the library made of it.
-    """
+    """A context with an object that is open at any place, for a library in C, such as libsndfile. StoreError: at the end of the
+    context, where a part could not be read: whatever the library made of it."""
     raw = _Guarded(stored)
     try:
         yield io.BufferedReader(raw)

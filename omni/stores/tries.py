@@ -76,17 +76,15 @@ def number_of(variable: str, default: float, fits: Callable[[float], bool], noun
 
 
 def tried(work: Callable[[], Result], address: str, doing: str = "read", tries: int = TRIES) -> Result:
-    """The result of a request, which is made again, after longer and longer waits, while its failure may pass.
+    """The result of a request, which is made again, after longer and longer waits, while its failure may pass. StoreError: the
+    last failure, with the address and what to do; `again` is true where it may still pass. ChangedError: the object has
+    changed.
 
     The first failure of a request that is made again is a line in the log.
 
     Args:
         doing: participle for the message: `read`, `listed`, `made` or `written`.
         tries: most of them.
-
-    Raises:
-        StoreError: the last failure, with the address and what to do; `again` is true where it may still pass.
-        ChangedError: the object has changed.
     """
     for number in range(1, tries + 1):
         try:

@@ -64,12 +64,8 @@ class StrictParser:
         return [name[2:] for name in self._option_string_actions if name.startswith("--") and not name.endswith("+")]
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Values by name, dataclasses instantiated.
-
-        Raises:
-            UserError: an unknown option (the closest is named), an empty one, a missing one, a value of the wrong type.
-            SystemExit: after `--help`.
-        """
+        """Values by name, dataclasses instantiated. UserError: an unknown option (the closest is named), an empty one, a
+        missing one, a value of the wrong type. SystemExit: after `--help`."""
         for word, after in zip(words, [*words, None][1:], strict=False):
             if word == "--":
                 break
@@ -118,7 +114,8 @@ def match_names(
     noun: str = "parameter",
     also: Mapping[str, str] | None = None,
 ) -> set[str]:
-    """The names that at least one pattern matches.
+    """The names that at least one pattern matches. UserError: a pattern matches no name (the closest names are given), or is
+    not a regular expression.
 
     A pattern is of the shell's kind (`decoder.blocks.*.mlp.*`; the star also spans dots), or, after `re:`, a regular
     expression for the whole name.
@@ -129,9 +126,6 @@ def match_names(
         noun: for a name, in the error.
         also: second names, each with the first name that it means (`omni.model.linears.tied_names`); one whose first name is
             not in `names` is ignored.
-
-    Raises:
-        UserError: a pattern matches no name (the closest names are given), or is not a regular expression.
     """
     chosen: set[str] = set()
     own = {name: name for name in names}

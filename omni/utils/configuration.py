@@ -64,13 +64,10 @@ def configuration(section: type[T]) -> type[T]:
 
 
 def validate(config_type: type[T], data: Any, where: Callable[[str], str] = lambda path: "") -> T:
-    """Makes a configuration from plain data.
+    """Makes a configuration from plain data. UserError: an unknown key (the closest is named), a missing one, or a wrong value.
 
     Args:
         where: what is printed before a dotted key in messages: `run.yaml: `, or `option --`.
-
-    Raises:
-        UserError: an unknown key (the closest is named), a missing one, or a wrong value.
     """
     if not hasattr(config_type, "__pydantic_config__"):  # a plug-in's dataclass
         config_type.__pydantic_config__ = OPTIONS  # type: ignore[attr-defined]

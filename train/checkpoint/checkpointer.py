@@ -259,11 +259,8 @@ class Checkpointer:
             self._copy = None
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk.
-
-        Raises:
-            UserError: it cannot be written; in all processes alike, and again each time.
-        """
+        """Wait until the checkpoint that is being written is on the disk. UserError: it cannot be written; in all processes
+        alike, and again each time."""
         if self.writing is not None:
             self.writing.result()
             self.writing = None
@@ -325,9 +322,14 @@ class Checkpointer:
     def is_best(self, value: float | None) -> bool:
         """True where a value of `checkpoint.metric` is among the best so far; decided by the first process."""
         self.wait()
+        return bool(self.group.broadcast(self.group.run_on_first(lambda: self._is_best(value))))
+
+    def _is_best(self, value: float | None) -> bool:
         keep = self.config.checkpoint
-        best = self.group.run_on_first(lambda: retention.is_best(self.parent, value, keep.metric, keep.good, keep.keep_best))
-        return bool(self.group.broadcast(best))
+        if value is None or not math.isfinite(value) or keep.keep_best < 1:
+            return False
+        best = retention.ranked(self.parent, keep.metric, keep.good)[: keep.keep_best]
+        return len(best) < keep.keep_best or (value > best[-1][0] if keep.good == "max" else value < best[-1][0])
 
     def add_figures(self) -> None:
         """Add the validation's figures to the checkpoint of their step, where that was begun before them."""
@@ -373,10 +375,7 @@ class StateCopy:
 
     def take(self, held: CheckpointContent) -> CheckpointContent:
         """Copies what a checkpoint will hold; the copy is complete, and valid until the next one, when this returns.
-
-        Raises:
-            RuntimeError, OSError: no memory.
-        """
+        RuntimeError, OSError: no memory."""
         tensors = self._staged(held.tensors) if held.sharded else self._copied("tensors", held.tensors)
         balance = None if held.balance is None else self._copied("balance", held.balance)
         if self.cuda:

@@ -83,14 +83,6 @@ def ranked(parent: Path, metric: str, mode: str) -> list[tuple[float, Path]]:
     return sorted(measured, key=lambda entry: -entry[0] if mode == "max" else entry[0])
 
 
-def is_best(parent: Path, value: float | None, metric: str, mode: str, keep: int) -> bool:
-    """True where a value of `metric` is among the `keep` best so far."""
-    if value is None or not math.isfinite(value) or keep < 1:
-        return False
-    best = ranked(parent, metric, mode)[:keep]
-    return len(best) < keep or (value > best[-1][0] if mode == "max" else value < best[-1][0])
-
-
 def discard(folder: Path) -> None:
     """Delete a checkpoint; it is renamed first, so that a half-deleted one is never taken for whole."""
     away = folder.with_name(f".{folder.name}.deleting")

@@ -143,11 +143,8 @@ class ProcessGroup:
 
 @contextmanager
 def lost_named(group: ProcessGroup) -> Iterator[None]:
-    """A context in which errors that mean that another process cannot be reached become one line.
-
-    Raises:
-        LostError: with the processes that PyTorch names, and the collective in which this one waited.
-    """
+    """A context in which errors that mean that another process cannot be reached become one line. LostError: with the processes
+    that PyTorch names, and the collective in which this one waited."""
     try:
         yield
     except Exception as error:
