@@ -43,8 +43,6 @@ class Mend(nn.Module):
 
     def __init__(self, shapes: Mapping[str, tuple[int, int]], config: MendConfig | None = None) -> None:
         super().__init__()
-        if not shapes:
-            raise UserError("MEND is given no linears to edit")
         self.config, self.shapes = config or MendConfig(), dict(shapes)
         self.base: dict[str, int] | None = None  # checksum of each linear it was trained for, where known (`tie`)
         self.networks: dict[str, tuple[str, int | None]] = {}  # network of each linear, and its mode there
@@ -130,17 +128,14 @@ def fit_step(
     beside: Sequence[Any] = (),
 ) -> FitLosses:
     """Computes the losses of one correction, or of several that are applied together, and adds their gradients to the
-    hypernetwork's parameters only. The optimizer's step is the caller's; the graph is freed when this returns. ValueError:
-    `beside` without `rephrased`.
+    hypernetwork's parameters only. The optimizer's step is the caller's; the graph is freed when this returns.
 
     Args:
         edit: the correction, as it will be given.
-        rephrased: other questions with the same answers, on which the edit is evaluated; None for `edit` itself.
+        rephrased: other questions with the same answers, on which the edit is evaluated; None for `edit` itself, alone.
         locality: unrelated questions, whose answers should stay.
         beside: further corrections, each an edit of its own; `rephrased` asks them too.
     """
-    if beside and rephrased is None:
-        raise ValueError("several corrections are judged on `rephrased`, which asks all of them; it is None")
     with torch.no_grad():
         before = logits_of(model, locality)
     edits = stack([mend(gradient_factors(model, mend.shapes, correction, loss_of)) for correction in (edit, *beside)])
@@ -175,8 +170,6 @@ def load_mend(folder: FolderPath) -> Mend:
 def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
     """Mean over positions of KL(before || after) in nats, logits [N, V] each; a gradient flows through both. 0 without
     positions. Measures how far unrelated answers move (Mitchell et al. 2022, section 4)."""
-    if before.shape != after.shape or before.ndim != 2:
-        raise ValueError(f"logits before and after must both be [N, V], not {list(before.shape)} and {list(after.shape)}")
     wide = torch.promote_types(before.dtype, torch.float32)
     log_p, log_q = before.to(wide).log_softmax(-1), after.to(wide).log_softmax(-1)
     each = (log_p.exp() * (log_p - log_q)).sum(-1)

@@ -103,8 +103,6 @@ def test_kl_is_torchs():
     assert_near(torch.autograd.grad(got, after)[0], torch.autograd.grad(wanted, after)[0], 1e-5)
     assert float(kl_divergence(before, before)) == 0 and float(kl_divergence(before[:0], before[:0])) == 0
     assert kl_divergence(before.bfloat16(), before.bfloat16() + 1).dtype == torch.float32
-    with pytest.raises(ValueError, match=r"must both be \[N, V\], not \[5, 7\] and \[4, 7\]"):
-        kl_divergence(before, after[:4])
 
 
 # --- fitting ----------------------------------------------------------------------------------------------------------
@@ -240,8 +238,6 @@ def test_corrections_that_act_together_are_judged_together(model, name):
     for n, p in mend.named_parameters():
         if p.grad is not None:
             assert_near(got[n], p.grad, 2e-5, n)
-    with pytest.raises(ValueError, match=r"several corrections are judged on `rephrased`"):
-        fit_step(model, mend, first, None, others, loss_of, logits_of, [second])
 
 
 @pytest.mark.sampled(2)
@@ -300,8 +296,6 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
     file.write_text(json.dumps(facts))
     with pytest.raises(UserError, match=r"does not fit its tensors"):
         load_mend(tmp_path / "mend")
-    with pytest.raises(UserError, match=r"given no linears"):
-        Mend({})
 
 
 # --- the baseline -----------------------------------------------------------------------------------------------------

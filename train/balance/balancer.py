@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from omni.errors import UserError
+from omni.plugins import named
 from train.balance.config import MAX_TASKS, BalanceConfig
 from train.balance.rows import (
     MethodChoice,
@@ -135,17 +136,11 @@ class Balancer:
         return choice, BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
 
     def _ruled(self, inputs: MethodInput) -> MethodChoice:
-        """The method's choice; UserError, naming the method, where it fails or chooses no weights."""
-        name, m = self.config.method, len(inputs.losses)
-        try:
-            choice = self.config.spec.rule(inputs)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"balance method {name} failed with {type(error).__name__}: {error}") from error
-        weights = getattr(choice, "weights", None)
-        if not isinstance(choice, MethodChoice) or not isinstance(weights, Tensor) or weights.shape != (m,):
-            raise UserError(f"balance method {name} returned {choice!r:.80}; it must return a MethodChoice with {m} weights")
+        """The method's choice; UserError, naming the method, where it fails or chooses weights that are no numbers."""
+        name = self.config.method
+        with named(f"balance method {name}"):
+            choice: MethodChoice = self.config.spec.rule(inputs)
+            weights = choice.weights
         if not weights.isfinite().all() and inputs.losses.isfinite().all():
             raise UserError(f"balance method {name} returned weights {weights.tolist()} for losses {inputs.losses.tolist()}")
         return choice
@@ -173,11 +168,6 @@ class Balancer:
         return {**counts, **kept, **pairs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if len(state["absences"]) != len(self.tasks):
-            raise UserError(
-                f"the stored balance is of {len(state['absences'])} tasks, this run has {len(self.tasks)} "
-                f"({', '.join(self.tasks)}); go on with the same tasks, or say --resume restart"
-            )
         self.steps, self.absences, self.last = int(state["steps"]), state["absences"].clone(), state["last"].clone()
         self.state = State(len(self.tasks))
         self.state.values = {k.removeprefix("state/"): v.clone() for k, v in state.items() if k.startswith("state/")}
@@ -225,17 +215,15 @@ class Balancer:
         shared: Sequence[nn.Parameter],
         own: Sequence[nn.Parameter] = (),
         reduce: Sum = alone,
-        run: Callable[[Tensor], None] | None = None,
+        run: Callable[[Tensor], None] = torch.Tensor.backward,
         around: Callable[[bool], AbstractContextManager[Any]] = lambda more: nullcontext(),
-        scale: float = 1.0,
         present: Tensor | None = None,
     ) -> tuple[Rows, Tensor, Tensor]:
         """Compute one gradient per task by plain backward passes into `grad`: DDP, FSDP2 and checkpointing work as usual.
 
         Args:
             passes: one for each micro-batch: runs the forward for a task, given by its number, and returns its loss.
-            run: calls backward; `grad` must hold the sum over processes times `scale` after a task's last micro-batch. By
-                default plain backward, and `reduce` sums the rows of parameters that are not sharded.
+            run: calls backward; `grad` must hold the sum over processes after a task's last micro-batch.
             around: context of each forward and backward; true where another micro-batch of the task follows, so that gradients
                 need no exchange yet.
             present: tasks to run, [m] bool, the same on all processes; all by default.
@@ -256,14 +244,9 @@ class Balancer:
                     loss = forward(task)
                     losses = loss.detach().new_zeros(m) if losses is None else losses
                     losses[task] += loss.detach()
-                    if run is not None:
-                        run(loss)
-                    elif loss.requires_grad:
-                        loss.backward()
-            tables.append((take_gradients(shared, scale), take_gradients(own, scale) if own else torch.zeros(0)))
+                    run(loss)
+            tables.append((take_gradients(shared), take_gradients(own) if own else torch.zeros(0)))
         rows, rest = (torch.stack(part) for part in zip(*tables, strict=True))
-        if run is None and not is_sharded(shared):
-            rows, rest = reduce(rows), reduce(rest) if own else rest
         return Rows(rows, reduce if is_sharded(shared) else alone), rest, torch.zeros(m) if losses is None else losses
 
     def combine(
@@ -276,16 +259,15 @@ class Balancer:
         reduce: Sum = alone,
         counts: Tensor | None = None,
         others: Sequence[Rows] = (),
-        scale: float = 1.0,
     ) -> BalanceReport:
-        """Combine the rows of `gather` (`others`: those of further batches), and add the result, times `scale`, to `grad`."""
+        """Combine the rows of `gather` (`others`: those of further batches), and add the result to `grad`."""
         choice, report = self.choose(summed(losses, reduce), counts, rows, tuple(others))
         here = report.absent == 0
-        put_gradients(shared, choice.combine(rows.take(here)), scale)
+        put_gradients(shared, choice.combine(rows.take(here)))
         if own and rest is not None:
             factors = torch.where(report.zero == 1, 1.0, report.weights)[here]  # 1 where the row is zero: no weight was chosen
             factors = factors if self.config.own == "weighted" else torch.ones_like(factors)
-            put_gradients(own, mixed(factors, rest[here.to(rest.device)]), scale)
+            put_gradients(own, mixed(factors, rest[here.to(rest.device)]))
         return report
 
 

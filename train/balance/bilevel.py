@@ -58,7 +58,7 @@ class Bilevel(Balancer):
 
         Args:
             lr: the optimizer's learning rate.
-            run: calls backward; `grad` must hold the sum over processes after it. With plain backward, `reduce` sums.
+            run: calls backward; `grad` must hold the sum over processes after it.
             settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
         """
         settings = self.config.values
@@ -106,9 +106,7 @@ class BilevelStep:
 
     def __post_init__(self) -> None:
         self.start = [local(p).detach().clone() for p in self.parameters]
-        sharded = is_sharded(self.parameters)
-        self.total = self.reduce if sharded else alone
-        self.summed = sharded or self.run is not torch.Tensor.backward
+        self.total = self.reduce if is_sharded(self.parameters) else alone
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -151,8 +149,7 @@ class BilevelStep:
         values = summed(losses, self.reduce)
         parts = [w * loss for w, loss, v in zip(weights.tolist(), losses, values.tolist(), strict=True) if np.isfinite(v)]
         self.run(torch.stack(parts).sum() if parts else torch.stack(list(losses)).sum() * 0)
-        vector = take_gradients(self.parameters)
-        return (vector if self.summed else self.reduce(vector)), values
+        return take_gradients(self.parameters), values
 
     def rows(self, batch: Batch) -> tuple[Rows, Tensor]:
         """One gradient per task, and the losses, [m]."""
@@ -163,8 +160,7 @@ class BilevelStep:
             values = summed(losses, self.reduce)
             self.run(losses[task])
             gradients.append(take_gradients(self.parameters))
-        table = torch.stack(gradients)
-        return Rows(table if self.summed else self.reduce(table), self.total), values
+        return Rows(torch.stack(gradients), self.total), values
 
 
 class OuterGradient(NamedTuple):

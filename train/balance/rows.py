@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,21 +114,21 @@ def flat(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Te
     return torch.cat(parts)
 
 
-def take_gradients(parameters: Sequence[nn.Parameter], scale: float = 1.0) -> Tensor:
-    """Take the parameters' `grad` away, and return it divided by `scale` as one vector [P]."""
+def take_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Take the parameters' `grad` away, and return it as one vector [P]."""
     row = flat(parameters, [p.grad for p in parameters])
     for p in parameters:
         p.grad = None
-    return row if scale == 1.0 else row / scale
+    return row
 
 
 @torch.no_grad()
-def put_gradients(parameters: Sequence[nn.Parameter], vector: Tensor, scale: float = 1.0) -> None:
-    """Add a vector [P] times `scale` to the parameters' `grad`."""
+def put_gradients(parameters: Sequence[nn.Parameter], vector: Tensor) -> None:
+    """Add a vector [P] to the parameters' `grad`."""
     start = 0
     for p in parameters:
         own = local(p)
-        part = vector[start : start + own.numel()].view_as(own).to(own.dtype) * scale
+        part = vector[start : start + own.numel()].view_as(own).to(own.dtype)
         start += own.numel()
         if p.grad is not None:
             local(p.grad).add_(part)
@@ -237,7 +237,7 @@ class MethodChoice:
 
     weights: Tensor
     direction: Tensor | None = None
-    factors: Tensor | None = field(default=None)
+    factors: Tensor | None = None
 
     def combine(self, rows: Rows) -> Tensor:
         """Combine the rows to one gradient [P]."""

@@ -100,7 +100,8 @@ def test_losses_are_summed_over_processes(method: str) -> None:
     one, w = made(method)
     two, v = made(method)
     wanted = one.update_weights(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], 0.1)
-    got = two.update_weights(lambda: losses(v, INNER) / 2, lambda: losses(v, OUTER) / 2, [v], 0.1, reduce=lambda x: 2 * x)
+    halves = (lambda: losses(v, INNER) / 2, lambda: losses(v, OUTER) / 2)
+    got = two.update_weights(*halves, [v], 0.1, lambda x: 2 * x, lambda loss: (2 * loss).backward())
     assert_near(got.weights, wanted.weights, 1e-9)
     assert method != "forum" or (v.grad is not None and w.grad is not None and v.grad.allclose(w.grad))
 
