@@ -165,7 +165,9 @@ class Objective(nn.Module):
         """
         model, decoder = self.model, self.model.decoder
         features, (ctc, turn, distill) = self._encode(batch)
-        weighted = self._ctc_weight(progress) * ctc / denominators[-2].clamp_min(1).to(ctc)
+        first, final = self.config.ctc_weight, self.config.ctc_final
+        scheduled = first if final is None else first + (final - first) * min(max(progress, 0.0), 1.0)
+        weighted = scheduled * ctc / denominators[-2].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
         others: dict[str, Tensor] = {}
         if turn is not None:
@@ -202,13 +204,8 @@ class Objective(nn.Module):
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         chunk = self.config.chunk_on(text.is_cuda)
         goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda, shards)
-        total, sums, counts, by_task, by_example = task_losses.sum(batch, heads, goals, weighted)
-        return Losses(total, sums, counts, ctc.detach(), aligned, by_task, by_example, **others)
-
-    def _ctc_weight(self, progress: float) -> float:
-        first = self.config.ctc_weight
-        last = first if self.config.ctc_final is None else self.config.ctc_final
-        return first + (last - first) * min(max(progress, 0.0), 1.0)
+        summed = task_losses.sum(batch, heads, goals, weighted)
+        return Losses(ctc_sum=ctc.detach(), ctc_count=aligned, **summed._asdict(), **others)
 
     def _encode(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
         """Features of the batch's clips, and the summed losses on the encoder: of alignment (0 without its head), of the turn

@@ -44,8 +44,7 @@ def mean_factors(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
 
 
 class Summed(NamedTuple):
-    """Losses of a pass as `Losses` has them: `total` with its graph, `sums` and `counts` [T, K], `by_task` [M + 1] and
-    `by_example` [2, S], or None for each."""
+    """Losses of a pass, as `Losses` has them."""
 
     total: Tensor
     sums: Tensor
@@ -122,7 +121,8 @@ class TaskLosses(PlainLosses):
         hook: FeatureHook | None = None,
         alignment_only: bool = False,
     ) -> None:
-        self.cell, self.weights, self.ratio = cell, weights.float(), ratio
+        self.cell, self.weights = cell, weights.float()
+        self.ratio = torch.ones(cell.shape) if ratio is None else ratio
         self.hook, self.alignment_only, self.aligned = hook, alignment_only, bool(self.weights[-1] != 0)
 
     def __len__(self) -> int:
@@ -130,18 +130,13 @@ class TaskLosses(PlainLosses):
         return len(self.weights) - 1
 
     def at_features(self, batch: Batch, features: Tensor) -> Tensor:
-        return features if self.hook is None else self.hook(features, self.tasks_of_features(batch, len(features)))
+        if self.hook is None:
+            return features
+        own, task = self.cell[:, 0].to(batch.task.device, non_blocking=True), feature_tasks(batch, len(features))
+        return self.hook(features, torch.where((task < 0) | (own[task] == len(self)), -1, own[task]))
 
     def split(self, batch: Batch, index: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        return self._select(batch, index, self._ratios() * self.weights[self.cell])
-
-    def _ratios(self) -> Tensor:
-        return torch.ones(self.cell.shape) if self.ratio is None else self.ratio
-
-    def _select(
-        self, batch: Batch, index: Sequence[Tensor], factors: Tensor
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        """Select the targets whose factor, of [T, K], is not 0."""
+        factors = self.ratio * self.weights[self.cell]
         task, table = batch.task.reshape(-1), to_device(factors, batch.task.device)
         if bool((factors == 0).any()):
             index = [to_device(at[factors[own, k] != 0], task.device) for k, (at, own) in enumerate(batch.places)]
@@ -160,21 +155,15 @@ class TaskLosses(PlainLosses):
     def losses(self, sums: Tensor, scale: Tensor) -> Tensor:
         """Losses of the tasks before their weights, and last that of the rest, [M + 1]; of sums [T, K] and the objective's
         scale [K]."""
-        each = sums * scale if self.ratio is None else sums * scale * self.ratio.to(sums.device, non_blocking=True)
+        each = sums * scale * self.ratio.to(sums.device, non_blocking=True)
         return sum_by(self.cell.to(sums.device, non_blocking=True).flatten(), each.flatten(), len(self) + 1)
-
-    def tasks_of_features(self, batch: Batch, features: int) -> Tensor:
-        """Index of each feature's balanced task, [N] long, -1 for none."""
-        own = self.cell[:, 0].to(batch.task.device, non_blocking=True)
-        task = feature_tasks(batch, features)
-        return torch.where((task < 0) | (own[task] == len(self)), -1, own[task])
 
 
 class GraphLosses(TaskLosses):
     """Balanced tasks whose losses keep their graphs (`task_cross_entropy`), and are multiplied by the weights after that."""
 
     def split(self, batch: Batch, index: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        task, table = batch.task.reshape(-1), self._ratios().to(batch.task.device, non_blocking=True)
+        task, table = batch.task.reshape(-1), self.ratio.to(batch.task.device, non_blocking=True)
         return index, [table[task[at], k] for k, at in enumerate(index)]
 
     def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
