@@ -50,11 +50,9 @@ class Scene:
 
     Attributes:
         frame: frame in which the step was started; `function`: the step as a function, where there is one.
-        names: path by id of each parameter and module.
-        first: number of the step's first graph node.
+        names: path by id of each parameter and module; `first`: number of the step's first graph node.
         held: buffers, attributes and tensors of the batch at its beginning, with the graph and version each had then.
-        parts: checkpointed parts, without a trace each as None.
-        later: the user's frames in an error's traceback.
+        parts: checkpointed parts, without a trace each as None; `later`: the user's frames in an error's traceback.
     """
 
     model: nn.Module | None

@@ -161,9 +161,12 @@ class Guard:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by path; those that only the optimizer has are numbered."""
-        named = [] if self.model is None else list(self.model.named_parameters())
-        if self.model is None:
-            named = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(parameters_of(self.optimizers).values())]
+        numbered = enumerate(parameters_of(self.optimizers).values())
+        named = (
+            [(f"parameter {i} of the optimizer", p) for i, p in numbered]
+            if self.model is None
+            else self.model.named_parameters()
+        )
         return [(name, p) for name, p in named if p.requires_grad and not is_lazy(p) and p.numel()]
 
 
@@ -204,7 +207,7 @@ class _Step(Scene):
         self.loose = {name: fingerprint(p) for name, p in self.named if guard.optimizers and id(p) not in owned}
         if self.traced:
             self.trace = Trace({id(p): name for name, p in self.named}, self.first)
-        hooks = [p.register_post_accumulate_grad_hook(self._arrived) for _, p in self.named]
+        hooks = [p.register_post_accumulate_grad_hook(self._note_arrival) for _, p in self.named]
         for hook in [*hooks, *(optimizer.register_step_pre_hook(self._note_step) for optimizer in guard.optimizers)]:
             self.stack.callback(hook.remove)
         checkpoints = watched_checkpoints(self.findings.append, self.trace, self.model, self.names)
@@ -213,7 +216,7 @@ class _Step(Scene):
             self.stack.enter_context(self.trace.running())
         return self
 
-    def _arrived(self, p: Tensor) -> None:
+    def _note_arrival(self, p: Tensor) -> None:
         if p.grad is not None:  # a backward may give no gradient
             self.guard.arrived.add(id(p))
 

@@ -101,13 +101,12 @@ class Trace(private.TorchDispatchMode):
     """Record of a traced step, whose every operation comes here.
 
     Attributes:
-        names: path by id of each parameter.
-        first: number of the step's first graph node.
+        names, first: path by id of each parameter, and number of the step's first graph node.
         uses: by parameter and whether gradients were recorded, the first line that uses it.
         cuts: lines that leave the graph (`detach`, or work under no_grad), the operation, and its input.
         backwards: of each call of backward its line and the nodes it walks.
-        listener: is called with each operation, its inputs, its result and the user's frame.
-        busy: operations are the trace's own.
+        listener: is called with each operation, its inputs, its result and the user's frame; not while `busy`, when operations
+            are the trace's own.
     """
 
     names: dict[int, str]

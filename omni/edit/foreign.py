@@ -12,7 +12,7 @@ Dimensions: I inputs, O outputs of a linear.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ def read_editor(
     model: nn.Module,
     *,
     settings: Path | None = None,
-    linears: Sequence[str] | None = None,
     rename: Callable[[str], str] = our_name,
 ) -> Mend:
     """Reads a hypernetwork for a model's linears. UserError: no such archive, one with other objects in it, linears whose names
@@ -57,7 +56,6 @@ def read_editor(
 
     Args:
         settings: their `config.json` or YAML; without it the networks are taken as residual and normalising (both default).
-        linears: their names of the edited weights (`inner_params`), in their order, where no settings are given.
         rename: converts their parameters' names to ours.
     """
     options = _settings(settings)
@@ -72,11 +70,9 @@ def read_editor(
     if lrs is None or not groups:
         raise UserError(f"{path} lacks MEND's edit_lrs or networks; is it the archive of another method?")
     shared = next(iter(groups)).startswith("(")
-    theirs = linears or options.get("inner_params") or (None if shared else [key.replace("#", ".") for key in groups])
+    theirs = options.get("inner_params") or (None if shared else [key.replace("#", ".") for key in groups])
     if not theirs:
-        raise UserError(
-            f"{path} does not name the linears it edits; give its config.json or YAML, or `inner_params` themselves"
-        )
+        raise UserError(f"{path} does not name the linears it edits; give its config.json or YAML")
     names = [rename(name if name.endswith(".weight") else f"{name}.weight").removesuffix(".weight") for name in theirs]
     shapes = {name: shape_of(part) for name, part in find_linears(model, names).items()}
     if len(shapes) != len(lrs):

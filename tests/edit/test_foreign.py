@@ -98,7 +98,7 @@ def test_names_may_be_given_or_stand_in_the_archive(speech, tmp_path):
     shared = write(tmp_path / "b", their_state(some_mend(speech, MendConfig(TransformConfig(rank=5)))))
     with pytest.raises(UserError, match=r"linears.*config.json"):
         read_editor(shared, speech)
-    read = read_editor(shared, speech, linears=[their(name) for name in mlp_linears(speech)])
+    read = read_editor(shared, speech, settings=settings(tmp_path / "s", speech, True))
     assert list(read.shapes) == mlp_linears(speech)
     statistics = next(iter(read.transforms.values()))[0].x_statistics  # never fed: nan there
     assert int(statistics.count) == 0 and not statistics.mean.any()

@@ -62,10 +62,10 @@ def _eval(argv: Sequence[str]) -> int:
     arguments = {"model": MODEL, "edits": EDITS, "facts": FACTS, "out": "folder for report, answers and picture"}
     (model, edits, facts, out), config = read_command(argv, "eval", "Judge edits.", arguments, EditEvalConfig)
     with importing():
-        from train.edit.judge import PLOT, REPORT, check_figures, judge
+        from train.edit.judge import PLOT, REPORT, judge, table_of
 
     figures = judge(model, edits, facts, out, config)
-    print_table("", ("figure", "value", "95 % interval", "questions"), check_figures(figures))
+    print_table("", ("figure", "value", "95 % interval", "questions"), table_of(figures))
     print(f"report, answers and picture: {out} ({REPORT}, {PLOT})")
     return 0
 

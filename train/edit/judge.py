@@ -29,7 +29,6 @@ from torch import Tensor
 from omni.checkpoint.folder import check_full_precision
 from omni.edit.deltas import Edits, edited
 from omni.edit.storage import load_edits
-from omni.errors import UserError
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
 from omni.utils.charts import INK, drawn
@@ -92,12 +91,8 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
     parsed, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)
     figures, asked = judge_edits(lm, loaded, parsed, config)
     out.mkdir(parents=True, exist_ok=True)
-    data = {
-        "model": str(model),
-        "edits": str(edits),
-        "facts": str(facts),
-        "figures": {n: asdict(f) for n, f in figures.items()},
-    }
+    shown = {name: asdict(figure) for name, figure in figures.items()}
+    data = {"model": str(model), "edits": str(edits), "facts": str(facts), "figures": shown}
     (out / REPORT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     (out / ANSWERS).write_text("".join(json.dumps(asdict(a), ensure_ascii=False) + "\n" for a in asked), encoding="utf-8")
     draw(figures, out / PLOT)
@@ -113,29 +108,26 @@ def judge_edits(
     speakers = Synthesiser(config.speak, lm.codec, config.seed)
     speaks = lm.codec is not None
     spoken, written = ("A1A2", "T1A2") if speaks else ("A1T2", "T1T2")
-    groups: list[tuple[str, str, list[Row]]] = []
     voiced = [row for rows in fact_rows(facts, speakers, config.voices, "own") for row in rows]
-    groups.append(("success", spoken, [row for row in voiced if row.source == "facts/recorded"]))
-    groups.append(("success", written, _once(voiced)))
-    groups.append(("generalisation/voices", spoken, [row for row in voiced if row.source == "facts"]))
     texts = {plain(fact.question_text) for fact in facts.facts}
     other = [row for rows in fact_rows(facts, speakers, config.voices, "judged") for row in rows]
     other = [row for row in other if plain(row.turns[0].question_text) not in texts]
-    groups.append(("generalisation/rephrased", spoken, other))
-    groups.append(("portability/written", written, _once(other)))
     stay = untouched_rows(facts, speakers) + _held_out(lm, facts, config)
-    groups.append(("locality", spoken, stay))
-    rows = [row for _, _, part in groups for row in part]
-    tasks = [task for _, task, part in groups for _ in part]
+    groups = (
+        ("success", spoken, [row for row in voiced if row.source == "facts/recorded"]),
+        ("success", written, _once(voiced)),
+        ("generalisation/voices", spoken, [row for row in voiced if row.source == "facts"]),
+        ("generalisation/rephrased", spoken, other),
+        ("portability/written", written, _once(other)),
+        ("locality", spoken, stay),
+    )
+    parts, tasks, rows = zip(*((name, task, row) for name, task, part in groups for row in part), strict=True)
     options = {"max_seconds": config.max_seconds, "batch_size": config.batch}
     before = lessons.answers(rows, tasks, **options)
     with lm.edited(edits):
         after = lessons.answers(rows, tasks, **options)
-    parts = [name for name, _, part in groups for _ in part]
     asked = [_judged(*entry) for entry in zip(parts, tasks, rows, before, after, strict=True)]
-    figures = {}
-    for name in dict.fromkeys(parts):
-        figures[name] = EditFigure.share([a.right for a in asked if a.part == name])
+    figures = {name: EditFigure.share([a.right for a in asked if a.part == name]) for name in dict.fromkeys(parts)}
     if speaks:
         figures |= _heard(lm, speakers, facts, asked, before, after)
     answered = lessons.own_answers(stay, [spoken])
@@ -221,29 +213,22 @@ def _heard(
 
 def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
     """Draws shares as bars with their intervals."""
-    shares = {name: f for name, f in figures.items() if f.low is not None and f.high is not None}
-    names = list(shares)[::-1]
-    values = [shares[name].value for name in names]
-    errors: Any = [
-        [max(0.0, shares[n].value - (shares[n].low or 0)) for n in names],
-        [max(0.0, (shares[n].high or 0) - shares[n].value) for n in names],
-    ]
+    shares = [(name, f, f.low, f.high) for name, f in figures.items() if f.low is not None and f.high is not None][::-1]
+    errors: Any = list(zip(*((f.value - low, high - f.value) for _, f, low, high in shares), strict=True))
     with drawn(file, size=(8, 0.9 + 0.42 * len(shares))) as axes:
         axis = axes[0, 0]
-        axis.barh(names, values, xerr=errors, ecolor=INK, height=0.6)
-        for name, value in zip(names, values, strict=True):
-            axis.text(0.01, name, f"{100 * value:.1f} %  of {shares[name].questions}", va="center", color="white", fontsize=8)
+        axis.barh([name for name, *_ in shares], [f.value for _, f, *_ in shares], xerr=errors, ecolor=INK, height=0.6)
+        for name, f, *_ in shares:
+            axis.text(0.01, name, f"{100 * f.value:.1f} %  of {f.questions}", va="center", color="white", fontsize=8)
         axis.set_xlim(0, 1)
 
 
-def check_figures(figures: Mapping[str, EditFigure]) -> list[tuple[str, str, str, str]]:
-    """Formats figures as rows of a table: figure, value, interval, questions; UserError where there are none."""
+def table_of(figures: Mapping[str, EditFigure]) -> list[tuple[str, str, str, str]]:
+    """Formats figures as rows of a table: figure, value, interval, questions."""
     rows = []
     for name, f in figures.items():
         if f.low is None or f.high is None:
             rows.append((name, f"{f.value:.4f} nats", "", str(f.questions)))
         else:
             rows.append((name, f"{100 * f.value:.1f} %", f"{100 * f.low:.1f} to {100 * f.high:.1f} %", str(f.questions)))
-    if not rows:
-        raise UserError("there is nothing to judge")
     return rows
