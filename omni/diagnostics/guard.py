@@ -161,12 +161,8 @@ class Guard:
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by path; those that only the optimizer has are numbered."""
-        numbered = enumerate(parameters_of(self.optimizers).values())
-        named = (
-            [(f"parameter {i} of the optimizer", p) for i, p in numbered]
-            if self.model is None
-            else self.model.named_parameters()
-        )
+        numbered = [(f"parameter {i} of the optimizer", p) for i, p in enumerate(parameters_of(self.optimizers).values())]
+        named = numbered if self.model is None else self.model.named_parameters()
         return [(name, p) for name, p in named if p.requires_grad and not is_lazy(p) and p.numel()]
 
 

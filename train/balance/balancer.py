@@ -109,13 +109,12 @@ class Balancer:
         all batches) suits every direction: the method does not get it, its weight is 0, and its state stays as it is.
         """
         present, m = self.present(losses, counts), len(self.tasks)
-        norms, cosines, zero = torch.full((m,), torch.nan), torch.full((m, m), torch.nan), torch.zeros(m, dtype=torch.bool)
+        gramian, zero = None, torch.zeros(m, dtype=torch.bool)
         if rows is not None:
             gramian = rows.gramian()
             squares = torch.stack([table.diagonal().float() for table in (gramian, *(other.gramian() for other in others))])
             present = present & squares.isfinite().all(0)
             zero = present & (squares == 0).all(0)
-            norms, cosines = norms_and_cosines(gramian, present)
         self.last = asked = present & ~zero
         weights = torch.zeros(m, dtype=torch.float64)
         if asked.any():
@@ -133,7 +132,7 @@ class Balancer:
             choice = MethodChoice(weights[:0], direction=empty)
         self.steps += 1
         self.absences += ~present
-        return choice, BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
+        return choice, report_of(weights, present, zero, gramian, present)
 
     def _ruled(self, inputs: MethodInput) -> MethodChoice:
         """The method's choice; UserError, naming the method, where it fails or chooses weights that are no numbers."""
@@ -271,16 +270,18 @@ class Balancer:
         return report
 
 
-def norms_and_cosines(gramian: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms [m] of gradients and cosines [m, m] between them, by their inner products; nan for absent tasks, and cosines with
-    a zero gradient."""
-    length = gramian.diagonal().clamp_min(0).sqrt()
-    lengths = length[:, None] * length
-    pairs = present[:, None] & present & (lengths > 0)
-    return (
-        torch.where(present, length, torch.nan).float(),
-        torch.where(pairs, gramian / lengths, torch.nan).float().clamp(-1, 1),
-    )
+def report_of(weights: Tensor, present: Tensor, zero: Tensor, gramian: Tensor | None, measured: Tensor) -> BalanceReport:
+    """The report of a step, with norms and cosines by the inner products of the gradients [m, m]; nan where there are none, and
+    for tasks that are not `measured` [m] bool."""
+    m = len(weights)
+    norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
+    if gramian is not None:
+        length = gramian.diagonal().clamp_min(0).sqrt()
+        lengths = length[:, None] * length
+        pairs = measured[:, None] & measured & (lengths > 0)
+        norms = torch.where(measured, length, torch.nan).float()
+        cosines = torch.where(pairs, gramian / lengths, torch.nan).float().clamp(-1, 1)
+    return BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
 
 
 class FeatureHook:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.balance.balancer import Balancer, BalanceReport, norms_and_cosines
+from train.balance.balancer import Balancer, BalanceReport, report_of
 from train.balance.config import BalanceConfig
 from train.balance.registry import Setting, rate, register_method
 from train.balance.rows import Rows, State, Sum, alone, is_sharded, local, put_gradients, summed, take_gradients
@@ -72,11 +72,8 @@ class Bilevel(Balancer):
         inputs.adam("logits", gradient, 1 / m, settings["lr"])
         self.steps += 1
         self.absences += ~present
-        norms, cosines = torch.full((m,), torch.nan), torch.full((m, m), torch.nan)
-        if rows is not None:
-            norms, cosines = norms_and_cosines(rows.gramian(), torch.ones_like(present))
-        weights = torch.where(present, self.ahead(), 0.0)
-        return BalanceReport(weights, norms, cosines, (~present).long(), torch.zeros(m, dtype=torch.int64))
+        weights, every = torch.where(present, self.ahead(), 0.0), torch.ones_like(present)
+        return report_of(weights, present, ~every, None if rows is None else rows.gramian(), every)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from omni.errors import UserError, closest
 from omni.tasks import TASKS, find_task
 from omni.utils.configuration import configuration
-from train.balance.registry import LEVELS, Method, Setting, methods
+from train.balance.registry import Method, Setting, methods
 from train.data.config import DataConfig
 
 MAX_TASKS = 10
@@ -50,12 +50,11 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         method = self.spec
-        if self.level is not None and self.level not in LEVELS:
-            raise UserError(f"balance.level {self.level!r} is unknown; {closest(self.level, LEVELS)}")
         if self.level is not None and self.level not in method.levels:
+            others = ", ".join(of_level(self.level))
             raise UserError(
-                f"balance.level is {self.level!r}, which method {self.method} does not have; use "
-                f"{' or '.join(method.levels)}, or another method: {', '.join(of_level(self.level))}"
+                f"balance.level is {self.level!r}, which method {self.method} does not have; use {' or '.join(method.levels)}"
+                f"{others and f', or another method: {others}'}"
             )
         if self.own == "weighted" and not method.linear:
             raise UserError(f"balance.own is weighted, but method {self.method} gives a direction and no weights; use plain")

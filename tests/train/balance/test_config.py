@@ -7,8 +7,9 @@ import pytest
 from omni.errors import UserError
 from train.balance.balancer import Balancer
 from train.balance.bilevel import Bilevel, build
-from train.balance.config import LEVELS, BalanceConfig
+from train.balance.config import BalanceConfig
 from train.balance.methods import METHODS
+from train.balance.registry import LEVELS
 
 
 @pytest.mark.parametrize("method", METHODS)
