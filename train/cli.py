@@ -27,8 +27,11 @@ COMMANDS = {
         "train.commands.models:run_validate",
         "ask a finished model its run's validation questions: validate MODEL [--limit 200]",
     ),
-    "plan": ("train.commands.plan", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
-    "doctor": ("train.commands.doctor", "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]"),
+    "plan": ("train.commands.fit:run_plan", "what a run needs and how long it takes: plan CONFIG [--devices 8 --gpu_gib 24]"),
+    "doctor": (
+        "train.commands.fit:run_doctor",
+        "a few steps under the graph guard: doctor CONFIG [--steps 2] [--any.key value ...]",
+    ),
     "convert": ("train.commands.models:run_convert", "bring weights in or out: convert SOURCE TARGET [--kind ...]"),
     "push": ("train.commands.models:run_push", "upload a model to the Hugging Face Hub, with a card: push RUN hf://owner/name"),
     "data": ("train.commands.data", "prepare, validate, stats, listen or filter data: data prepare SOURCE OUT"),

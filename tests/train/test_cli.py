@@ -152,16 +152,16 @@ def test_what_the_system_refuses_is_one_line(
     def fail(argv: list[str]) -> int:
         raise OSError(code, os.strerror(code), "runs/x")
 
-    monkeypatch.setattr("train.commands.plan.main", fail)
-    assert main(["plan"]) == 2
+    monkeypatch.setattr("train.commands.fit.main", fail)
+    assert main(["fit"]) == 2
     line = f"error: runs/x cannot be read or written ({os.strerror(code)}); fix that and run again\n"
     assert capsys.readouterr().err == line
     with pytest.raises(OSError, match="runs/x"):
-        main(["plan", "--debug"])
+        main(["fit", "--debug"])
 
 
 @pytest.mark.parametrize(
-    ("command", "said"), [("plan", ""), ("eval", "interrupted; the same command goes on with what is finished\n")]
+    ("command", "said"), [("fit", ""), ("eval", "interrupted; the same command goes on with what is finished\n")]
 )
 def test_an_interrupted_command_says_that_it_goes_on(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

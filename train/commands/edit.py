@@ -110,4 +110,4 @@ def main(argv: Sequence[str]) -> int:
         "revert": (_revert, "the model as it was before: revert MERGED EDITS OUT"),
         "fit": (_fit, "learn an editor (MEND) on rows of data: fit CONFIG.yaml [--any.key value ...]"),
     }
-    return run_subcommand("edit", argv, commands)
+    return run_subcommand("edit", argv, commands, " Editing itself: docs/editing.md.")

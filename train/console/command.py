@@ -34,11 +34,22 @@ def check_command(name: str, known: Iterable[str], of: str = "") -> None:
         raise UserError(f"{of} command {name!r} is unknown; {closest(name, names)}".strip())
 
 
-def run_subcommand(of: str, argv: Sequence[str], commands: Mapping[str, tuple[Callable[[Sequence[str]], int], str]]) -> int:
+def asks_for_help(argv: Sequence[str], text: str) -> bool:
+    """Prints the help of a command where its words ask for it, and tells whether they do."""
+    asked = "-h" in argv or "--help" in argv
+    if asked:
+        print(text)
+    return asked
+
+
+Subcommands = Mapping[str, tuple[Callable[[Sequence[str]], int], str]]
+
+
+def run_subcommand(of: str, argv: Sequence[str], commands: Subcommands, more: str = "") -> int:
     """Runs one of the commands `of` a command: each has a function, which returns the exit code, and a line for `--help`."""
-    if not argv or argv[0] in ("-h", "--help"):
-        listed = "\n".join(f"  {name:<9} {text}" for name, (_, text) in commands.items())
-        print(f"usage: omni-train {of} COMMAND [options]\n\n{listed}\n\n`omni-train {of} COMMAND --help` explains a command.")
+    listed = "\n".join(f"  {name:<9} {text}" for name, (_, text) in commands.items())
+    end = f"`omni-train {of} COMMAND --help` explains a command.{more}"
+    if asks_for_help(argv[:1] or ["--help"], f"usage: omni-train {of} COMMAND [options]\n\n{listed}\n\n{end}"):
         return 0 if argv else 2
     check_command(argv[0], commands, of)
     return commands[argv[0]][0](argv[1:])

@@ -89,7 +89,7 @@ class Plan:
 def make_plan(
     config: FitConfig, devices: int | None = None, gpu_gib: float | None = None, gpu: str | None = None, mfu: float = 0.35
 ) -> Plan:
-    """Plans a run; for the arguments see `train.commands.plan.HELP`. UserError for whatever is wrong with them, or with the
+    """Plans a run; for the arguments see `train.commands.fit.PLAN_HELP`. UserError for whatever is wrong with them, or with the
     configuration."""
     configured, config, described = config, with_alignment(config), gpu is not None or gpu_gib is not None
     shape, device_type = shape_of(config.model), kind_of(config, described)

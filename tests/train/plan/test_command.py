@@ -12,7 +12,7 @@ import torch
 
 from omni.errors import UserError
 from train.commands.fit import main as fit_main
-from train.commands.plan import main
+from train.commands.fit import run_plan as main
 from train.config.parse import read_run
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound

@@ -19,7 +19,7 @@ from omni.model.speech_model import SpeechModel
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from tests.train.toys import ToyBatch, ToyModel, ToyObjective, toy_config, toy_fit, toy_parts
 from train.cli import main
-from train.commands.doctor import examine
+from train.commands.fit import examine
 from train.config.parse import read_fit_config
 from train.config.sections import LogConfig
 from train.data.batching.batch import Batch
