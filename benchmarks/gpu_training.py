@@ -25,7 +25,7 @@ from omni.model.attention import attention as attend
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops, synchronize
 from omni.utils.profiling import timed
-from train.commands.dry_run import Workbench, build_workbench, take_step
+from train.commands.dry_run import Workbench
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
@@ -100,7 +100,7 @@ def workbench(device: torch.device, small: bool, checkpointing: bool = False) ->
     config, shape, _ = recipe(small)
     torch._dynamo.reset()
     with device:  # where the random weights are drawn
-        bench = build_workbench(config, shape, device)
+        bench = Workbench(config, shape, device)
     bench.objective.model.set_checkpointing(checkpointing)
     if device.type == "cuda":
         compile_blocks(bench.objective)
@@ -117,7 +117,7 @@ def measure(
         Milliseconds, FLOPs and share of the device's peak (MFU), memory; and the step.
     """
     counts = targets(batch)
-    step = partial(take_step, bench, [batch.to(device)], counts.to(device), 1)
+    step = partial(bench.step, [batch.to(device)], counts.to(device), 1)
     step()  # compiles
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from train.data.build import build_pipeline
 from train.data.sources.mixture import UsedUp
 from train.distributed.fabric import AdapterPrecision, compile_blocks, product_type, quantized_type
 from train.objective.objective import Objective, targets
-from train.optim.optimizer import Average, Optimizers, build_optimizer, describe, parameter_groups, set_trainable
+from train.optim.optimizer import Average, build_optimizer, describe, parameter_groups, set_trainable
 from train.plan.memory import estimate, meta_model, worst_batch
 from train.plan.plan import kind_of, placed
 from train.trainer.build import with_alignment
@@ -95,14 +95,14 @@ def measure_steps(config: FitConfig, shape: ModelConfig, device: torch.device) -
 
 
 def _two_steps(config: FitConfig, shape: ModelConfig, device: torch.device, count: int) -> float:
-    bench, batch = build_workbench(config, shape, device), worst_batch(config.data, shape)
+    bench, batch = Workbench(config, shape, device), worst_batch(config.data, shape)
     if config.fabric.compile:
         compile_blocks(bench.objective)
         bench.objective.compiled = True
     wanted, batches, start = (targets(batch) * count).to(device), [batch.to(device)] * count, 0.0
     for number in (1, 2):
         start = time.perf_counter()
-        take_step(bench, batches, wanted, number)
+        bench.step(batches, wanted, number)
         synchronize(device)
     return time.perf_counter() - start
 
@@ -147,53 +147,43 @@ def describe_run(config: FitConfig, profile: str | None = None) -> str:
     )
 
 
-@dataclass
 class Workbench:
-    """The objective, optimizer and running average of a step; `named`: the trainable parameters, by the model's names."""
+    """Objective (with the model), optimizer and running average of a run, in its precision, with random weights; `named`: the
+    trainable parameters, by the model's names."""
 
-    objective: Objective
-    optimizer: Optimizers
-    average: Average | None
-    config: FitConfig
-    named: list[tuple[str, nn.Parameter]]
+    def __init__(self, config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> None:
+        model, lora, precision = SpeechModel(shape), config.lora, config.fabric.precision
+        teacher = teacher_of(config, model, config.objective.distill_weight > 0 and stored_padded(config.model))
+        if lora is not None:
+            if lora.quantize is not None:
+                quantize(model, lora.quantize, lora.quantize_targets, quantized_type(precision))
+            add_adapter(model, lora)
+        model.set_checkpointing(config.fabric.checkpointing)
+        self.config, self.objective = config, Objective(model, config.objective, teacher)
+        also = set_trainable(model, config.trainable_patterns)
+        if precision == "bf16-true":
+            AdapterPrecision().convert_module(self.objective)
+        self.objective.to(device)
+        learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
+        self.named = [(name.removeprefix("model."), p) for name, p in learning]
+        self.optimizer = build_optimizer(self.named, config.optimizer, precision, also)
+        self.average = Average(learning, config.ema) if config.ema is not None else None
 
     @property
     def learning(self) -> list[nn.Parameter]:
         return [p for _, p in self.named]
 
-
-def build_workbench(config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> Workbench:
-    """Builds objective (with the model), optimizer and running average of a run, in its precision, with random weights."""
-    model, lora, precision = SpeechModel(shape), config.lora, config.fabric.precision
-    teacher = teacher_of(config, model, config.objective.distill_weight > 0 and stored_padded(config.model))
-    if lora is not None:
-        if lora.quantize is not None:
-            quantize(model, lora.quantize, lora.quantize_targets, quantized_type(precision))
-        add_adapter(model, lora)
-    model.set_checkpointing(config.fabric.checkpointing)
-    objective = Objective(model, config.objective, teacher)
-    also = set_trainable(model, config.trainable_patterns)
-    if precision == "bf16-true":
-        AdapterPrecision().convert_module(objective)
-    objective.to(device)
-    learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
-    named = [(name.removeprefix("model."), p) for name, p in learning]
-    optimizer = build_optimizer(named, config.optimizer, precision, also)
-    return Workbench(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None, config, named)
-
-
-def take_step(bench: Workbench, batches: Sequence[Batch], wanted: Tensor, number: int) -> None:
-    """Runs forward and backward of every micro-batch, clipping, the optimizer and the running average; `wanted` are the
-    step's targets, [K + HEADS] float on the batches' device, and `number` counts steps from 1."""
-    config = bench.config
-    half = product_type(config.fabric.precision, config.lora is not None)
-    for batch in batches:
-        with torch.autocast(wanted.device.type, half) if half is not None else nullcontext():
-            total: Tensor = bench.objective(batch, wanted, 1.0).total
-        total.backward()
-    norm = nn.utils.clip_grad_norm_(bench.learning, config.clip if config.clip is not None else float("inf"))
-    bench.optimizer.skip = (~norm.isfinite()).float()
-    bench.optimizer.step()
-    bench.optimizer.zero_grad()
-    if bench.average is not None:
-        bench.average.update(number)
+    def step(self, batches: Sequence[Batch], wanted: Tensor, number: int) -> None:
+        """Runs forward and backward of every micro-batch, clipping, the optimizer and the running average; `wanted` are the
+        step's targets, [K + HEADS] float on the batches' device, and `number` counts steps from 1."""
+        half = product_type(self.config.fabric.precision, self.config.lora is not None)
+        for batch in batches:
+            with torch.autocast(wanted.device.type, half) if half is not None else nullcontext():
+                total: Tensor = self.objective(batch, wanted, 1.0).total
+            total.backward()
+        norm = nn.utils.clip_grad_norm_(self.learning, self.config.clip if self.config.clip is not None else float("inf"))
+        self.optimizer.skip = (~norm.isfinite()).float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update(number)

@@ -6,6 +6,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,7 @@ def run_convert(argv: Sequence[str]) -> int:
         from train.convert.convert import convert
 
     started = time.monotonic()
-    with Bar(not options.quiet) as bar:
+    with closing(Bar(not options.quiet)) as bar:
         description, files = convert(source, target, options, bar)
     size, seconds = sum(f.bytes for f in files.values()), time.monotonic() - started
     print(f"{target}: {description}")

@@ -62,15 +62,6 @@ def find_config(name: str | Path) -> Path:
     return recipe if known and not file.is_file() else file
 
 
-def check_config(file: Path) -> None:
-    """Refuse a configuration file that does not exist or is no file: UserError with the closest name."""
-    refuse_remote(file, "configuration")
-    if file.exists() and not file.is_file():
-        raise UserError(f"configuration {file} is a folder, a pipe or a device; {GIVE}")
-    if not file.is_file():
-        raise UserError(f"configuration {file} does not exist; {_near(file) or GIVE}")
-
-
 def _near(file: Path) -> str:
     """The hint that names the YAML file closest to one that does not exist, beside it or among the recipes; "" for none."""
     beside = {p.stem: str(p) for p in sorted(file.parent.glob("*.yaml")) if not p.name.startswith(".")}
@@ -80,8 +71,12 @@ def _near(file: Path) -> str:
 
 
 def read_config(file: Path) -> Mapping[str, Any]:
-    """Reads a YAML file that holds a configuration; UserError where it is none, or holds no keys."""
-    check_config(file)
+    """Reads a YAML file that holds a configuration; UserError where it is none (the closest is named), or holds no keys."""
+    refuse_remote(file, "configuration")
+    if file.exists() and not file.is_file():
+        raise UserError(f"configuration {file} is a folder, a pipe or a device; {GIVE}")
+    if not file.is_file():
+        raise UserError(f"configuration {file} does not exist; {_near(file) or GIVE}")
     data = read_yaml(file)
     if not isinstance(data, Mapping):
         raise UserError(f"configuration {file} holds {type(data).__name__}; it must be a mapping of keys")

@@ -192,12 +192,6 @@ class Bar(Screen):
             left = duration((total - done) / rate)
             self.say(f"{short(done)}B of {short(total)}B written ({done / total:.0%}), {short(rate)}B/s, {left} left")
 
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 class Display(Screen):
     """Shows items done, their rate and the time left: a bar on a terminal, a line every `LINE_SECONDS` elsewhere.

@@ -19,7 +19,7 @@ from omni.convert.lazy import LazyTensors, cast, lazies_of
 from omni.errors import UserError
 from omni.files import locked
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
-from omni.lora.peft import merged_lazies, merged_state
+from omni.lora.peft import merged_lazies
 from omni.tasks import TASKS
 from omni.utils.hardware import peak_flops
 from omni.utils.remote import refuse_remote
@@ -53,7 +53,7 @@ from train.trainer.initial_model import Initial, apply_lora, build_initial, save
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs, LogWriter
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepHealth, StepMetrics
-from train.trainer.parts import CALLBACKS, Callback, Callbacks, Figures, Outcome, Parts
+from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts
 from train.trainer.plots import pictures
 from train.trainer.preflight import check_machine, check_resume, check_start
 from train.trainer.signals import Stop
@@ -63,7 +63,6 @@ from train.trainer.usage import (
     StepProfiler,
     Usage,
     is_out_of_memory,
-    is_worker_lost,
     out_of_memory,
     step_range,
     worker_lost,
@@ -134,8 +133,8 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             outcome = loop.run()
         return outcome if group.first else None
     except (RuntimeError, MemoryError) as error:
-        if is_worker_lost(error):
-            raise worker_lost(error, 0 if loop is None else loop.position.step + 1, fabric.global_rank) from error
+        if (lost := worker_lost(error, 0 if loop is None else loop.position.step + 1, fabric.global_rank)) is not None:
+            raise lost from error
         if not is_out_of_memory(error):
             raise
         if loop is None:
@@ -273,14 +272,13 @@ def build_parts(
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
     held_out_rows = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
-    validator: Validator | None = None
+    validate: Validator | None = None
     if config.validation.asks:
         rows = [row for _, rows in held_out_rows for row in rows]
         items = items_of(rows, config.validation.tasks, initial.codec, model.config.encoder, broken)
         dtype = answering_type(fabric.device.type, config.fabric.precision)
-        validator = Validator(
-            model.config, initial.tokenizer, initial.codec, items, config.validation, fabric.device, dtype, folder
-        )
+        tools = model, initial.tokenizer, initial.codec
+        validate = Validator(*tools, items, config.validation, fabric.device, dtype, folder)
 
     def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
         data, pin = config.data, fabric.device.type == "cuda"
@@ -301,10 +299,6 @@ def build_parts(
         plain = LazyTensors(cast(merged_lazies(model, lazies_of(weights)), dtype))
         save_folder(folder / MODEL, model.config, plain, initial.tokenizer, codec_folder=codec, extra=extra, only_finite=True)
         return folder / MODEL
-
-    def validate(weights: dict[str, Tensor], step: int) -> Figures:
-        assert validator is not None
-        return validator(merged_state(model, weights), step)
 
     held_out = build_held_out(held_out_rows, config.data.packing, pipeline.maker, group.data_rank, group.data_world, broken)
     check_metric(config, held_out)
@@ -336,7 +330,7 @@ def build_parts(
         outer=outer,
         rows={name: number for name, number in fixed.items() if number is not None},
         held_out=held_out.batches,
-        validate=validate if validator is not None else None,
+        validate=validate,
         export=export,
     )
 

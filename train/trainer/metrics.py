@@ -81,7 +81,7 @@ class StepMetrics(Observer):
         self.tasks, self.streams, self.group, self.peak = tuple(tasks), tuple(streams), group, peak
         self.values = torch.zeros(FIXED + 2 * len(tasks) * len(streams) + LAST, device=device)
         self.work = torch.zeros(3, dtype=torch.float64)
-        self.shown: tuple[Tensor, Tensor] | None = None
+        self.shown = torch.zeros(len(self.values), dtype=torch.float64), self.work
         self.measured = 0.0
         self.since: float | None = None
         self.norm = self.skipped_in_a_row = self.skipped = torch.zeros((), device=device)
@@ -132,7 +132,7 @@ class StepMetrics(Observer):
             self.values += torch.tensor(state[self.group.data_rank]).to(self.values)
         elif self.group.data_rank == 0:
             self.values += total.to(self.values)
-        self.shown = total, torch.zeros(3, dtype=torch.float64)
+        self.shown = total, torch.zeros_like(self.work)
 
     def figures(self) -> dict[str, float]:
         """Mean losses and speed since the last call; all processes must call it. Streams and tasks without a target are
@@ -141,7 +141,7 @@ class StepMetrics(Observer):
         self._count_time()
         work, self.work = self.work, torch.zeros_like(self.work)
         self.values.zero_()
-        self.shown, self.measured = None, float(work[2])
+        self.shown, self.measured = (torch.zeros_like(values), self.work), float(work[2])
         return self._figures(values, work)
 
     def look(self) -> dict[str, float]:
@@ -149,8 +149,7 @@ class StepMetrics(Observer):
         `figures`. All processes must call it."""
         values = self.group.sum(self.values)
         self._count_time()
-        before, done = self.shown or (torch.zeros_like(values), torch.zeros_like(self.work))
-        self.shown = values, self.work
+        (before, done), self.shown = self.shown, (values, self.work)
         return self._figures(values - before, self.work - done)
 
     def _figures(self, values: Tensor, work: Tensor) -> dict[str, float]:

@@ -138,18 +138,13 @@ class OutOfMemory(UserError):
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-def is_worker_lost(error: BaseException) -> bool:
-    """Whether an error of PyTorch's loader says that a data worker has died."""
-    return "DataLoader worker (pid" in str(error)
-
-
-def worker_lost(error: BaseException, step: int, rank: int) -> LostError:
-    """The error of a run whose data worker has died in a step."""
-    match = re.search(r"\(pid\S* (\d+)", str(error))
-    return LostError(
-        f"step {step}: a data worker{f' (pid {match[1]})' if match else ''} of process {rank} was killed, for lack of memory "
-        f"perhaps: fewer data.workers, or a smaller data.prefetch, take less; {AGAIN}"
-    )
+def worker_lost(error: BaseException, step: int, rank: int) -> LostError | None:
+    """The error of a run whose data worker has died in a step, as PyTorch's loader says; None for other errors."""
+    match = re.search(r"DataLoader worker \(pid\S* (\d+)", str(error))
+    if match is None:
+        return None
+    why = "for lack of memory perhaps: fewer data.workers, or a smaller data.prefetch, take less"
+    return LostError(f"step {step}: a data worker (pid {match[1]}) of process {rank} was killed, {why}; {AGAIN}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

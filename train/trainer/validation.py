@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from omni.audio.io import SAMPLE_RATE
 from omni.checkpoint.tensors import NotFinite
 from omni.codec.base import AudioCodec
-from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM, checked
+from omni.lora.peft import merged_state
 from omni.model.speech_model import SpeechModel
 from omni.tasks import find_task
 from omni.text import Tokenizer
@@ -57,10 +57,10 @@ OUTER_ROWS = 64
 
 @dataclass
 class Validator:
-    """Evaluates a second model over the given weights, so that generation does not affect the model in training. Weights
-    that have its device and dtype are not copied; answers and a spectrogram go to the run's folder."""
+    """Evaluates a second model over the given weights, so that generation does not affect the model in training, whose adapters
+    are merged. Weights that have its device and dtype are not copied; answers and a spectrogram go to the run's folder."""
 
-    model: ModelConfig
+    trained: SpeechModel
     tokenizer: Tokenizer
     codec: AudioCodec | None
     items: Sequence[Item]
@@ -71,7 +71,8 @@ class Validator:
 
     def __call__(self, weights: dict[str, Tensor], step: int) -> dict[str, float]:
         """Evaluates weights after `step` steps; returns the figures. `BrokenOff` where the run is asked to stop."""
-        model = SpeechModel.from_state(self.model, weights).to(self.device, self.dtype).eval()
+        merged = merged_state(self.trained, weights)
+        model = SpeechModel.from_state(self.trained.config, merged).to(self.device, self.dtype).eval()
         lm = SpeechLM(model, self.tokenizer, self.codec, graph=False)  # a graph of each shape would serve once
         with torch.no_grad(), checked(break_off):
             report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)

@@ -14,7 +14,7 @@ from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.plan.test_plan import counted, run, saved, shape
 from train.balance.config import BalanceConfig, balanced_tasks
-from train.commands.dry_run import build_workbench
+from train.commands.dry_run import Workbench
 from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.data.config import SourceConfig
@@ -91,7 +91,7 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
     config = balanced(method, level, micro, settings, rows=1, length=48)
     config = replace(config, objective=ObjectiveConfig(ctc_weight=0.2 if aligned else 0.0))
     model = replace(shape(width=32, layers=1), ctc=20 if aligned else 0)
-    bench = build_workbench(config, model)
+    bench = Workbench(config, model)
     batch, section = assign_tasks(worst_batch(config.data, model), config), config.balance
     assert section is not None
     outer, fabric = (batch,) if section.spec.bilevel else (), OneProcess()

@@ -11,7 +11,7 @@ import torch
 from omni.config import ModelConfig, ProjectorConfig, preset
 from omni.model.linears import numels, quantize
 from omni.model.speech_model import SpeechModel
-from train.commands.dry_run import build_workbench, in_new_process, measure_steps
+from train.commands.dry_run import Workbench, in_new_process, measure_steps
 from train.config.parse import read_run
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, FabricConfig, LoRASection, ModelSection, OptimizerConfig, ValidationConfig
@@ -144,7 +144,7 @@ def test_quantised_weights_are_counted_to_the_byte(kind: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 def test_an_optimizer_in_eight_bits_is_counted() -> None:
     config, model = run(optimizer="paged_adamw_8bit"), shape(width=192)
-    bench = build_workbench(config, model)
+    bench = Workbench(config, model)
     for p in bench.learning:
         p.grad = torch.zeros_like(p)
     bench.optimizer.step()
@@ -168,7 +168,7 @@ def test_what_learns_beside_a_base_in_bf16_is_counted_in_full() -> None:
     """As `train.distributed.fabric.AdapterPrecision` has it."""
     lora = LoRASection(rank=4, trainable=("projector.*", "decoder.text_embedding.*"))
     config, model = replace(run(precision="bf16-true"), lora=lora), shape(tie_text=True)
-    bench, paper = build_workbench(config, model), meta_model(config, model)
+    bench, paper = Workbench(config, model), meta_model(config, model)
     wanted = sum(t.nbytes for t in (*bench.objective.model.parameters(), *bench.objective.model.buffers()))
     assert held(config, paper, {})["weights"] == pytest.approx(wanted, rel=0.02)
     assert held(config, paper, {})["gradients"] == sum(p.nbytes for p in bench.learning)

@@ -21,7 +21,7 @@ from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.toys import final_tensors
 from train.cli import main
-from train.commands.dry_run import build_workbench, describe_run
+from train.commands.dry_run import Workbench, describe_run
 from train.config.run import FitConfig
 from train.config.sections import (
     BudgetConfig,
@@ -202,7 +202,7 @@ def test_it_is_planned_and_drawn_without_training(tmp_path: Path, base: str, row
         make_plan(replace(config, objective=replace(config.objective, distill_weight=0, align_first=0))),
     )
     assert not plan.problems
-    teacher = build_workbench(config, shape_of(config.model)).objective.teacher.encoder  # type: ignore[union-attr]
+    teacher = Workbench(config, shape_of(config.model)).objective.teacher.encoder  # type: ignore[union-attr]
     assert (teacher is None) == (lora is not None)
     copied = sum(p.nbytes for p in teacher.parameters()) if teacher is not None else 0
     weights, bare = (memory.phases["optimizer"]["weights"] for memory in (plan.memory, alone.memory))
