@@ -20,6 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -128,8 +129,8 @@ class ItemWorker:
 
     def do(self, item: range) -> _Done:
         """Work on an item; the first call makes the work."""
-        done = _Done()
-        handler = _Noting(done.warnings)
+        done, handler = _Done(), BufferingHandler(1 << 20)
+        handler.setLevel(logging.WARNING)
         LOG.addHandler(handler)
         try:
             if self._work is None:
@@ -143,18 +144,8 @@ class ItemWorker:
             done.mistake = str(error)
         finally:
             LOG.removeHandler(handler)
+        done.warnings = [record.getMessage() for record in handler.buffer]
         return done
-
-
-class _Noting(logging.Handler):
-    """Keeps warnings of the library, as lines."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
 
 
 Submit = Callable[[range], "Future[_Done]"]

@@ -84,8 +84,6 @@ class PrepareConfig:
         for side in self.sides:
             if side not in SIDES:
                 raise UserError(f"speak {self.speak!r}: {side!r} is no side of a row; use question, answer or question,answer")
-        if self.recordings not in ("copy", "reference"):
-            raise UserError(f"recordings {self.recordings!r} is neither copy nor reference")
         for name in ("question_rate", "answer_rate"):
             rate = getattr(self, name)
             if rate and not LOWEST_RATE <= rate <= HIGHEST_RATE:

@@ -144,27 +144,20 @@ def prepare(
         path: file or folder of the data set, or its address (`train.data.readers.data_path`).
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
     """
-    config, here = config or PrepareConfig(), data_path(path, again=True)
+    config, here, address = config or PrepareConfig(), data_path(path, again=True), find_address(path)
     with naming(path, here):
-        return _prepare(here, find_address(path), Path(out), config, progress, opener)
+        target = place_for(Path(out), here)
+        source = opener(here) if opener else open_source(here, config.read)
+        if address is not None:
+            source.brought = here, address
+        settings = settings_of(here, source, config, address)
+        return whole_already(target, settings) if occupied(target) else _prepare(target, source, settings, config, progress)
 
 
 def _prepare(
-    path: Path,
-    address: str | None,
-    out: Path,
-    config: PrepareConfig,
-    progress: Progress,
-    opener: Callable[[Path], OpenedSource] | None,
+    out: Path, source: OpenedSource, settings: dict[str, Any], config: PrepareConfig, progress: Progress
 ) -> PrepareTally:
-    """`prepare` of a data set that is here, or was brought from an address."""
-    out = place_for(out, path)
-    source = opener(path) if opener else open_source(path, config.read)
-    if address is not None:
-        source.brought = path, address
-    settings = settings_of(path, source, config, address)
-    if occupied(out):
-        return whole_already(out, settings)
+    """Make an output that is not there yet, or go on with what is half made."""
     work = out.with_name(f"{out.name}.preparing")
     if not (config.ray and config.device != "cpu"):  # this machine may have no such device
         codec_of(config)  # loaded before processes start and folders are made, so that errors come first

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import errno
 import platform
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
@@ -24,7 +23,7 @@ from train.data.readers import Broken, OpenedSource, data_path
 from train.data.readers.codes import codes_seconds
 from train.data.readers.files import Files
 from train.data.readers.source import one_line
-from train.data.rows.reference import Reference, SoundPart
+from train.data.rows.reference import Reference
 from train.data.rows.row import Codes, Row, RowTurn, Sound, checked, inside, to_plain
 from train.data.seeding import key
 from train.data.tts.voices import SpeakingVoice, Voice, make_voice
@@ -146,25 +145,19 @@ def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
 
 
 def referenced(sound: Sound, origin: tuple[Path, str] | None = None) -> tuple[Sound, float]:
-    """Name the file of a sound in its place; returns the name and the duration in seconds. It is decoded in any case. UserError
-    where the sound is none, or the file changes meanwhile."""
+    """Name the file of a sound in its place, or the object that it was brought from; returns the name and the duration in
+    seconds. It is decoded in any case. UserError where the sound is none, or the file changes meanwhile."""
     named = sound.reference
     if named is None:
         file = Path(sound.path or "") if sound.part is not None else inside(sound.folder, sound.path or "")
         if sound.folder is not None and not file.is_relative_to(sound.folder.resolve()):
             file = sound.folder / (sound.path or "")  # of a Hugging Face cache
-        named = _name(file, sound.part, origin)
+        if origin is not None and (real := file.resolve()).is_relative_to(top := origin[0].resolve()):
+            named = Reference.of_object(join(origin[1], real.relative_to(top).as_posix()), sound.part)
+        else:
+            named = Reference.of_file(file, sound.part)
     rate = named.info().sample_rate
     return Sound(path=str(named)), len(checked(named.load(rate))) / rate
-
-
-def _name(file: Path, part: SoundPart | None, origin: tuple[Path, str] | None) -> Reference:
-    """The reference to a file, or to the object that it was brought from."""
-    if origin is not None:
-        folder, address = origin[0].resolve(), origin[1]
-        if file.resolve().is_relative_to(folder):
-            return Reference.of_object(join(address, file.resolve().relative_to(folder).as_posix()), part)
-    return Reference.of_file(file, part)
 
 
 @dataclass
@@ -219,15 +212,6 @@ class BrokenItem:
     why: str
 
 
-class _Made(NamedTuple):
-    """An item that made a row, and the counts of the work for it."""
-
-    item: int
-    where: str
-    plain: dict[str, Any]
-    done: PrepareTally
-
-
 @dataclass
 class PreparedBlock:
     """Result of items `start` to `stop`: their rows, counts, and broken items."""
@@ -241,70 +225,58 @@ class PreparedBlock:
 
 class BlockMaker:
     """Makes blocks of a source; a process has one, with a codec and voices of its own. `schema` is that of the rows, passed
-    because making it takes `datasets`, a second to import."""
+    because making it takes `datasets`, a second to import. UserError: the cache that data were brought to is another folder on
+    this machine than where the command was started."""
 
     def __init__(self, source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> None:
         if source.brought is not None:
-            _bring(*source.brought)
-            check_cache(source.brought[0])
-        self.source = source
+            path, address = source.brought
+            if not path.exists() and (here := data_path(address)) != path:
+                raise UserError(
+                    f"{shown(address)} is at {here} in the cache of {platform.node()}, and at {path} where the command was "
+                    "started: set OMNI_CACHE to the same folder on all machines of the cluster"
+                )
+            check_cache(path)
+        self.source, self.schema = source, schema
         voices = {side: voice_of(config, side) for side in config.sides}
         self.maker = RowMaker(config, codec_of(config), voices, source.origin)
-        self.schema = schema
 
     def make(self, items: range) -> PreparedBlock:
-        """Make the block of some items; UserError where the source cannot be read at all."""
-        block, made, before = PreparedBlock(items.start, items.stop, self.schema.empty_table()), list[_Made](), Files.left_out
+        """Make the block of these items; UserError where the source cannot be read at all."""
+        import pyarrow as pa
+
+        tables = [self.schema.empty_table()]
+        block, before = PreparedBlock(items.start, items.stop, tables[0]), Files.left_out
         for index, item in zip(items, self._items(items.start, items.stop), strict=True):
-            if isinstance(item, Broken):
-                self._add_broken(block, index, item.where, item.why)
-                continue
-            with self._breaking(block, index, item.where):
-                plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
-                made.append(_Made(index, item.where, plain, done))
-        try:
-            block.rows = self._table(made)
-        except _BAD:  # a row has a value that a column cannot hold
-            made = [entry for entry in made if self._fits(block, entry)]
-            block.broken.sort(key=lambda broken: broken.item)
-            block.rows = self._table(made)
-        for entry in made:
-            block.tally.add(entry.done)
+            try:
+                why = self._add(item, index, tables, block.tally)
+            except StoreError:
+                raise
+            except _BAD as error:
+                if isinstance(error, OSError) and error.errno in _FATAL:
+                    raise
+                why = one_line(error)
+            if why:  # characters that cannot be stored, such as half a surrogate pair, become Python escapes
+                texts = (self.source.named(text).encode("utf-8", "backslashreplace").decode() for text in (item.where, why))
+                block.broken.append(BrokenItem(index, *texts))
+        block.rows = pa.concat_tables(tables).combine_chunks()
         block.tally.items, block.tally.broken = len(items), len(block.broken)
         block.tally.left_out = Files.left_out - before
         return block
 
-    @contextmanager
-    def _breaking(self, block: PreparedBlock, item: int, where: str) -> Iterator[None]:
-        """A context whose error makes an item broken; one of the machine or a store is raised."""
-        try:
-            yield
-        except StoreError:
-            raise
-        except _BAD as error:
-            if isinstance(error, OSError) and error.errno in _FATAL:
-                raise
-            self._add_broken(block, item, where, one_line(error))
-
-    def _add_broken(self, block: PreparedBlock, item: int, where: str, why: str) -> None:
-        """Add an item; characters that cannot be stored, such as half a surrogate pair, become Python escapes."""
-        texts = (self.source.named(text).encode("utf-8", "backslashreplace").decode() for text in (where, why))
-        block.broken.append(BrokenItem(item, *texts))
-
-    def _table(self, made: Iterable[_Made]) -> pa.Table:
+    def _add(self, item: Row | Broken, index: int, tables: list[pa.Table], tally: PrepareTally) -> str:
+        """Add the row of an item and the counts of the work for it; returns why an item is broken, or ""."""
         import pyarrow as pa
 
-        return pa.Table.from_pylist([entry.plain for entry in made], schema=self.schema)
-
-    def _fits(self, block: PreparedBlock, entry: _Made) -> bool:
-        """True where the columns can hold a row; otherwise it is added to the broken items."""
+        if isinstance(item, Broken):
+            return item.why
+        plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
         try:
-            self._table([entry])
-        except _BAD as error:
-            why = f"holds a value that cannot be stored ({one_line(error)}): fix or drop it"
-            self._add_broken(block, entry.item, entry.where, why)
-            return False
-        return True
+            tables.append(pa.Table.from_pylist([plain], schema=self.schema))
+        except _BAD as error:  # it has a value that a column cannot hold
+            return f"holds a value that cannot be stored ({one_line(error)}): fix or drop it"
+        tally.add(done)
+        return ""
 
     def _items(self, start: int, stop: int) -> Iterator[Row | Broken]:
         count = 0
@@ -326,15 +298,6 @@ class BlockMaker:
 def block_maker(source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> Callable[[range], PreparedBlock]:
     """Begin a process that makes blocks, see `train.data.executor`."""
     return BlockMaker(source, config, schema).make
-
-
-def _bring(path: Path, address: str) -> None:
-    """Bring data of a store to this machine, where another one has opened them; UserError where its cache is another folder."""
-    if not path.exists() and (here := data_path(address)) != path:
-        raise UserError(
-            f"{shown(address)} is at {here} in the cache of {platform.node()}, and at {path} where the command was started: "
-            "set OMNI_CACHE to the same folder on all machines of the cluster"
-        )
 
 
 def codec_of(config: PrepareConfig) -> AudioCodec | None:
