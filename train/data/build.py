@@ -15,6 +15,7 @@ from train.console.progress import Progress
 from train.data.batching.examples import Alignment, ExampleMaker
 from train.data.batching.packer import Pipeline
 from train.data.config import DataConfig, SourceConfig
+from train.data.rows.files import evenly
 from train.data.rows.parquet import Needed, StoredRows
 from train.data.rows.row import Row
 from train.data.seeding import key
@@ -113,8 +114,7 @@ def held_out_of(
     UserError: see `build_source`; or a row that cannot be read."""
     if isinstance(source.held_out, str):
         stored = StoredRows(source.held_out, cache)
-        asked = min(count, len(stored))
-        indices = [k * len(stored) // asked for k in range(asked)]
+        indices = evenly(len(stored), count)
     elif source.held_out is None:
         return source.made.build(codec, 0).held_out(count, seed)
     else:

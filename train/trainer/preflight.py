@@ -214,7 +214,7 @@ def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list
             first = source.folders[0]
             rows = StreamSource(first, source.read).sample(ROWS) if source.kind == "stream" else sample_rows(first)
             missing = missing_parts(rows, source.mixtures, heard_only)
-            for task, part, count in [(task, part, n) for task, parts in missing.items() for part, n in parts.items()]:
+            for (task, part), count in missing.items():
                 looked = f"{len(rows)} rows looked at in {first}"
                 if count == len(rows):
                     way = "" if heard_only else "; the encoder alone needs only their sound (objective.align_first 1)"

@@ -27,7 +27,7 @@ from train.data.executor import Processes, Result, imap
 from train.data.readers.containers import plain_rows
 from train.data.rows.files import check_columns, find_files, footer, one_line, opened, parallel_map
 from train.data.rows.reference import DataFile, reading
-from train.data.rows.row import Row, features, from_plain
+from train.data.rows.row import Row, from_plain, row_schema
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -77,7 +77,7 @@ class Scan:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         listed = find_files(path)
         self.path, self.folder, self.files, self.report = (listed.path, listed.folder, listed.files, listed.described)
-        self.schema = features().arrow_schema
+        self.schema = row_schema()
         counts = listed.counts()
         self._footers: dict[int, tuple[pq.FileMetaData | None, str]] = {}
         if counts is None:

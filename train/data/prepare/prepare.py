@@ -32,7 +32,7 @@ from train.data.prepare.rows import PrepareTally, block_maker, codec_of, voice_o
 from train.data.prepare.shards import AGAIN, REPORT, ShardWriter, checksum, read_report, stored, write_report
 from train.data.readers import OpenedSource, data_path, open_source
 from train.data.readers.files import list_files
-from train.data.rows.row import ROW_VERSION, features
+from train.data.rows.row import ROW_VERSION, row_schema
 
 NAME = "settings.json"
 FORMAT = 1
@@ -197,7 +197,7 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Pro
         display.say(f"going on after {counted(done, 'item')}, of which {counted(shards.done.rows, 'row')} came")
     rows, first_why = shards.done.rows, ""
     todo = [range(first, min(first + BLOCK, items.stop)) for first in range(shards.next_item, items.stop, BLOCK)]
-    blocks = imap(partial(block_maker, source, config, features().arrow_schema), todo, config.processes)
+    blocks = imap(partial(block_maker, source, config, row_schema()), todo, config.processes)
     try:
         for block in blocks:
             rows += block.tally.rows

@@ -27,7 +27,7 @@ from train.data.prepare.rows import BrokenItem, PreparedBlock, PrepareTally
 from train.data.readers.source import UNTAKEN
 from train.data.rows.parquet import ROW_GROUP, written_as
 from train.data.rows.reference import checksum
-from train.data.rows.row import features
+from train.data.rows.row import row_schema
 
 AGAIN = "remove its folder and prepare the data again"
 """Advice in messages about a damaged file of a preparation."""
@@ -64,7 +64,7 @@ class ShardWriter:
 
     def _begin(self) -> None:
         self._writer: Any = None
-        self._held = features().arrow_schema.empty_table()
+        self._held = row_schema().empty_table()
         self._bytes = 0
         self._tally = PrepareTally()
         self._broken: list[BrokenItem] = []

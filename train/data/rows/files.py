@@ -6,22 +6,22 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
 from omni.stores.drivers import StoredObject, bare, read_range
-from omni.stores.reading import ObjectReader, listed, local_file, looked_up
+from omni.stores.reading import ObjectReader, listed, looked_up
 from omni.tasks import find_task
 from omni.utils.remote import check_there, find_address, shown
 from train.data.rows.reference import DataFile
-from train.data.rows.row import OPTIONAL, Row, features, from_plain
+from train.data.rows.row import OPTIONAL, Row, from_plain, row_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SUFFIX, REPORT = ".parquet", "report.json"
 AT_ONCE = 16
 """Files of a store that are looked at side by side."""
+
+NOT_WHOLE = "is not a whole Parquet file"
 
 Result = TypeVar("Result")
 
@@ -65,10 +67,10 @@ class DataFiles:
         try:
             known = {shard["file"]: (int(shard["rows"]), int(shard["bytes"])) for shard in self.described()["shards"]}
             counts = [known[file.name] for file in self.files]
-            alike = all(size_of(file) == size for file, (_, size) in zip(self.files, counts, strict=True))
+            sizes = [file.stat().st_size if isinstance(file, Path) else file.size for file in self.files]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return [rows for rows, _ in counts] if alike else None
+        return [rows for rows, _ in counts] if sizes == [size for _, size in counts] else None
 
 
 def find_files(path: str | os.PathLike[str]) -> DataFiles:
@@ -112,16 +114,6 @@ def open_parquet(file: DataFile, **options: Any) -> pq.ParquetFile:
     return pq.ParquetFile(opened(file), pre_buffer=not isinstance(file, Path), **options)
 
 
-def size_of(file: DataFile) -> int:
-    """Bytes of a file; OSError where it is not there."""
-    return file.stat().st_size if isinstance(file, Path) else file.size
-
-
-def brought(file: DataFile) -> str:
-    """The path of a file here; one of a store is brought into the cache as a whole."""
-    return str(file if isinstance(file, Path) else local_file(file))
-
-
 def parallel_map(look: Callable[[DataFile], Result], files: Iterable[DataFile]) -> Iterator[Result]:
     """Yield the results of `look` for each file, in order; a store's files are looked at in threads."""
     files = list(files)
@@ -145,7 +137,7 @@ def footer(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
     """Read the metadata and the schema of a file."""
     import pyarrow.parquet as pq
 
-    with whole(file):
+    with readable(file, NOT_WHOLE):
         metadata = pq.read_metadata(opened(file))
         return metadata, metadata.schema.to_arrow_schema()
 
@@ -157,26 +149,17 @@ def look(file: DataFile) -> tuple[pq.FileMetaData, pa.Schema]:
     return metadata, schema
 
 
-@cache
-def _row_schema() -> pa.Schema:
-    return features().arrow_schema
-
-
 def check_columns(file: DataFile, schema: pa.Schema) -> None:
     """UserError where a file lacks a column of rows, or has one of another type."""
-    for field in _row_schema():
+    advice = "its rows are of another format, convert them first"
+    for field in row_schema():
         if field.name not in schema.names and field.name in OPTIONAL:
             continue
         if field.name not in schema.names:
-            raise UserError(
-                f"data file {file} has no column {field.name!r}: its rows are of another format, convert them first"
-            )
+            raise UserError(f"data file {file} has no column {field.name!r}: {advice}")
         actual = schema.field(field.name).type
         if actual != field.type:
-            raise UserError(
-                f"data file {file}: column {field.name!r} is {actual}, not {field.type}: its rows are of another format, "
-                "convert them first"
-            )
+            raise UserError(f"data file {file}: column {field.name!r} is {actual}, not {field.type}: {advice}")
 
 
 def has_large_groups(metadata: pq.FileMetaData) -> bool:
@@ -186,8 +169,8 @@ def has_large_groups(metadata: pq.FileMetaData) -> bool:
 
 
 @contextmanager
-def whole(file: DataFile) -> Iterator[None]:
-    """Context in which a file's footer is read; errors of that are UserErrors."""
+def readable(file: DataFile, trouble: str = "cannot be read") -> Iterator[None]:
+    """Context in which a file is read; errors of that are UserErrors."""
     import pyarrow as pa
 
     try:
@@ -195,18 +178,7 @@ def whole(file: DataFile) -> Iterator[None]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(file, Path):
             refuse_pointer(file)
-        raise UserError(f"data file {file} is not a whole Parquet file ({one_line(error)}): prepare it again") from error
-
-
-@contextmanager
-def readable(file: DataFile, part: str = "") -> Iterator[None]:
-    """Context in which rows of a file are read; errors of that are UserErrors."""
-    import pyarrow as pa
-
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data file {file}{part} cannot be read ({one_line(error)}): prepare it again") from error
+        raise UserError(f"data file {file} {trouble} ({one_line(error)}): prepare it again") from error
 
 
 def one_line(error: BaseException) -> str:
@@ -244,15 +216,12 @@ def evenly(size: int, count: int) -> list[int]:
 
 def missing_parts(
     rows: Sequence[Row], mixtures: Iterable[Mapping[str, float]], heard_only: bool = False
-) -> dict[str, dict[str, int]]:
-    """Count, for each task with a weight in the mixtures, the rows with a turn that lacks a part which the task needs. A row
-    that names its own task counts for that one only. For `heard_only` see `RowTurn.lacks`."""
+) -> Counter[tuple[str, str]]:
+    """Count, for each task with a weight in the mixtures, and each part that it needs, the rows with a turn that lacks it. A
+    row that names its own task counts for that one only. For `heard_only` see `RowTurn.lacks`."""
     tasks = {find_task(name).name for mixture in mixtures for name, weight in mixture.items() if weight > 0}
-    out: dict[str, dict[str, int]] = {}
+    out = Counter[tuple[str, str]]()
     for row in rows:
-        for name in [row.task] if row.task else sorted(tasks):
-            missing = {turn.lacks(find_task(name), heard_only) for turn in row.turns} - {None}
-            for part in missing:
-                of = out.setdefault(find_task(name).name, {})
-                of[str(part)] = of.get(str(part), 0) + 1
+        for task in map(find_task, [row.task] if row.task else sorted(tasks)):
+            out.update((task.name, part) for part in {turn.lacks(task, heard_only) for turn in row.turns} if part)
     return out

@@ -22,19 +22,20 @@ import copy
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
 from omni.files import replacing, writing
+from omni.stores.reading import local_file
 from omni.tasks import TASKS
 from train.data.rows.files import (
-    DataFile,
-    brought,
+    NOT_WHOLE,
     check_columns,
+    evenly,
     find_files,
     has_large_groups,
     look,
@@ -42,10 +43,9 @@ from train.data.rows.files import (
     open_parquet,
     parallel_map,
     readable,
-    whole,
 )
-from train.data.rows.reference import Reference
-from train.data.rows.row import OPTIONAL, Row, features, from_plain, has_codes, inside, to_plain
+from train.data.rows.reference import DataFile, Reference
+from train.data.rows.row import OPTIONAL, Row, features, from_plain, has_codes, inside, row_schema, to_plain
 from train.data.seeding import WindowDraw, Windows
 
 if TYPE_CHECKING:
@@ -73,12 +73,9 @@ class LeafColumns:
             path = metadata.schema.column(number).path
             first, *inner = path.split(".")
             part = next((name for name in inner if name in PARTS), None)
-            if first in _columns() and (self.rest if part is None else part in self.parts):
+            if first in row_schema().names and (self.rest if part is None else part in self.parts):
                 out.append(path)
         return out
-
-
-EVERYTHING = LeafColumns()
 
 
 @dataclass(frozen=True)
@@ -118,11 +115,6 @@ class Needed:
         return frozenset(part for part, needed in wanted.items() if needed)
 
 
-@cache
-def _columns() -> frozenset[str]:
-    return frozenset(features())
-
-
 ROW_GROUP = 16
 """Rows of a row group: to read one row, its group is decoded."""
 
@@ -150,10 +142,9 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     import pyarrow.parquet as pq
 
     target = Path(path)
-    schema = features().arrow_schema
     count = 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    with writing(target), replacing(target) as part, pq.ParquetWriter(part, schema, **written_as()) as writer:
+    with writing(target), replacing(target) as part, pq.ParquetWriter(part, row_schema(), **written_as()) as writer:
         iterator = iter(rows)
         while group := list(itertools.islice(iterator, row_group)):
             plain = []
@@ -167,7 +158,7 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
                 except UserError as error:
                     raise UserError(f"{target} row {count}: {error}") from error
                 count += 1
-            writer.write_table(pa.Table.from_pylist(plain, schema=schema))
+            writer.write_table(pa.Table.from_pylist(plain, schema=row_schema()))
     return count
 
 
@@ -185,7 +176,7 @@ class OpenFile:
 
     def __init__(self, file: DataFile, count: int) -> None:
         self.file = file
-        with whole(file):
+        with readable(file, NOT_WHOLE):
             self.parquet = open_parquet(file, page_checksum_verification=True)
         check_columns(file, self.parquet.schema_arrow)
         metadata = self.parquet.metadata
@@ -201,7 +192,7 @@ class OpenFile:
         """Decode the selected columns of a row's group: its first row, and the table; UserError where they cannot be read."""
         group = bisect.bisect_right(self.ends, row)
         first = self.ends[group - 1] if group else 0
-        with readable(self.file, f" (rows {first} to {self.ends[group] - 1})"):
+        with readable(self.file, f"(rows {first} to {self.ends[group] - 1}) cannot be read"):
             paths = leaves.paths(self.parquet.metadata)
             return first, self.parquet.read_row_group(group, columns=paths, use_threads=False)
 
@@ -320,8 +311,7 @@ class StoredRows:
 
     def held_out_indices(self, count: int) -> list[int]:
         """Numbers of `count` of the held-out rows, evenly spaced, or of all where there are fewer."""
-        held, asked = self._held_out, min(count, len(self._held_out))
-        return [self._place(held[k * len(held) // asked]) for k in range(asked)]
+        return [self._place(k) for k in evenly(len(self._held_out), count)]
 
     def _place(self, k: int) -> int:
         return k * len(self) // len(self._held_out)
@@ -337,7 +327,7 @@ class StoredRows:
             return self._copied[index]
         number, row = self.locate(index)
         if self.needed is None:
-            return self._columns(number, row, EVERYTHING, kept)
+            return self._columns(number, row, LeafColumns(), kept)
         plain = self._columns(number, row, self.needed.first, kept)
         turns = plain["turns"] or ()
         while leaves := self.needed.next(plain):
@@ -369,9 +359,6 @@ class StoredRows:
         files.move_to_end(number)
         return files[number]
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
-
 
 def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:
     """Open the files as Arrow copies; `absent` are the columns that each of them lacks, the same ones in all."""
@@ -385,8 +372,8 @@ def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.P
         del columns[name]
     try:
         datasets.disable_progress_bars()  # standard error belongs to the run
-        paths, cache_dir = [brought(file) for file in files], None if cache is None else str(cache)
-        return datasets.Dataset.from_parquet(paths, features=columns, columns=list(columns), cache_dir=cache_dir)
+        paths = [str(file if isinstance(file, Path) else local_file(file)) for file in files]
+        return datasets.Dataset.from_parquet(paths, features=columns, columns=list(columns), cache_dir=cache and str(cache))
     except (DatasetGenerationError, OSError) as error:
         raise UserError(
             f"the Arrow copy of {files[0]} cannot be made ({one_line(error.__cause__ or error)}): free some space or name "

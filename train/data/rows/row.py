@@ -35,6 +35,7 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +50,7 @@ from train.data.rows.reference import PointedRecording, Reference, SoundPart, Un
 
 if TYPE_CHECKING:
     import datasets
+    import pyarrow as pa
     from torch import Tensor
 
     from omni.codec.base import AudioCodec
@@ -275,6 +277,12 @@ def features() -> datasets.Features:
         "answer_start": Value("float32"),
     }
     return Features({"version": Value("int32"), **dict.fromkeys(_TEXTS, text), "turns": List(turn), "system": text})
+
+
+@cache
+def row_schema() -> pa.Schema:
+    """The columns as Parquet files have them."""
+    return features().arrow_schema
 
 
 _TEXTS = ("id", "source", "language", "speaker", "task")
