@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,13 +38,9 @@ class computed_once(Generic[T]):
     def __init__(self, find: Callable[[Any], T]) -> None:
         self.find, self.__doc__ = find, find.__doc__
 
-    @overload
-    def __get__(self, batch: None, owner: type) -> computed_once[T]: ...
-    @overload
-    def __get__(self, batch: Batch, owner: type) -> T: ...
-    def __get__(self, batch: Batch | None, owner: type) -> computed_once[T] | T:
+    def __get__(self, batch: Batch | None, owner: type) -> T:
         if batch is None:
-            return self
+            return self  # type: ignore[return-value]
         known, name = vars(batch.known), self.find.__name__
         if name not in known:
             known[name] = self.find(batch)

@@ -14,7 +14,6 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,16 +27,9 @@ from train.data.batching.packer import PackerShard, Pipeline, States, shard_key,
 from train.data.sources.mixture import UsedUp
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A UserError of a worker: the loader raises it again, without the worker's traceback around it."""
-
-    message: str
-    used_up: bool
-
-
 class _Steps(IterableDataset):
-    """The steps of this process. Worker w of W makes steps start + w, start + w + W, ..."""
+    """The steps of this process. Worker w of W makes steps start + w, start + w + W, ... Its last item may be a UserError,
+    which the loader raises without the worker's traceback around it."""
 
     def __init__(
         self, pipeline: Pipeline, micro_batches: int, shards: Sequence[int], parts: int, start: int, states: Mapping[str, Any]
@@ -46,7 +38,7 @@ class _Steps(IterableDataset):
         self.parts, self.start, self.states = parts, start, states
         self.end: Connection | None = None  # becomes readable (and is never read) when the program ends
 
-    def __iter__(self) -> Iterator[list[Batch] | _Failure]:
+    def __iter__(self) -> Iterator[list[Batch] | UserError]:
         info = get_worker_info()
         first, stride = (info.id, info.num_workers) if info else (0, 1)
         packers: dict[str, PackerShard] = {}
@@ -62,7 +54,7 @@ class _Steps(IterableDataset):
                         packers[key] = PackerShard(self.pipeline, *position, self.states.get(key))
                     batches.append(packers[key].batch())
             except UserError as error:
-                yield _Failure(str(error), isinstance(error, UsedUp))
+                yield (UsedUp if isinstance(error, UsedUp) else UserError)(str(error))
                 return
             yield batches
             step += stride
@@ -110,8 +102,21 @@ class StepLoader:
         self.states: States = {key: state for key, state in stored.items() if state["packer_shard"] in mine}
         self.workers = math.gcd(workers, self.parts) if workers else 0
         steps = _Steps(pipeline, micro_batches, mine, self.parts, start_step, dict(self.states))
-        self._loader: Any = _data_loader(steps, self.workers, prefetch, pin)
-        self._iterator: Iterator[list[Batch] | _Failure] | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # importing it calls a deprecated setting of torch
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            self._loader: Any = StatefulDataLoader(
+                steps,
+                batch_size=None,
+                num_workers=self.workers,
+                prefetch_factor=prefetch if self.workers else None,
+                persistent_workers=self.workers > 0,
+                pin_memory=pin,
+                worker_init_fn=_init_worker,
+                snapshot_every_n_steps=1 << 30,
+            )
+        self._iterator: Iterator[list[Batch] | UserError] | None = None
         if self.workers:
             # Workers ignore signals: a pipe tells them of the program's end, before it waits for them, hence the priority.
             steps.end, tell = multiprocessing.Pipe(duplex=False)
@@ -126,9 +131,9 @@ class StepLoader:
         if self._iterator is None:
             self._iterator = iter(self._loader)
         item = next(self._iterator)
-        if isinstance(item, _Failure):
+        if isinstance(item, UserError):
             self.close()
-            raise (UsedUp if item.used_up else UserError)(item.message)
+            raise item
         self.step += 1
         update_states(self.states, item)
         return item
@@ -148,32 +153,10 @@ def process_shards(micro_batches: int, rank: int, world: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def _data_loader(steps: _Steps, workers: int, prefetch: int, pin: bool) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # importing it calls a deprecated setting of torch
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        return StatefulDataLoader(
-            steps,
-            batch_size=None,
-            collate_fn=_identity,
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            persistent_workers=workers > 0,
-            pin_memory=pin,
-            worker_init_fn=_init_worker,
-            snapshot_every_n_steps=1 << 30,
-        )
-
-
 def _end_workers(end: Connection, tell: Connection) -> None:
     tell.send_bytes(b"end")
     tell.close()
     end.close()
-
-
-def _identity(item: Any) -> Any:
-    return item
 
 
 def _init_worker(_: int) -> None:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SAMPLE_RATE = 22050
-RATES = (80, 450)
-"""Lowest and highest rate of espeak-ng, in words per minute."""
 
 _SYNCHRONOUS, _UTF8 = 2, 1  # espeak_AUDIO_OUTPUT, espeakCHARS_*
 _RATE, _PITCH, _PITCH_RANGE = 1, 3, 4  # espeak_PARAMETER
@@ -61,7 +59,7 @@ def synthesise(
 ) -> tuple[Tensor, int]:
     """Speak `text`: samples [S] in [-1, 1] (float32) and their rate, 22,050 Hz.
 
-    UserError: an unknown voice (the closest is named), a setting out of range, an empty text, or no espeak-ng.
+    UserError: an unknown voice (the closest is named), an empty text, or no espeak-ng.
 
     Args:
         voice: a language, then "+" and a variant: `en-us+f3`; see `languages` and `variants`.
@@ -73,11 +71,6 @@ def synthesise(
     import torch
 
     check_voice(voice)
-    if not RATES[0] <= rate <= RATES[1]:
-        raise UserError(f"speaking rate {rate} is outside {RATES[0]} to {RATES[1]} words per minute")
-    for name, value in (("pitch", pitch), ("pitch range", pitch_range)):
-        if not 0 <= value <= 100:
-            raise UserError(f"{name} {value} is outside 0 to 100; 50 is the voice's own")
     if not text.strip():
         raise UserError("there is no text to say: give at least one word")
     pieces: list[bytes] = []
@@ -147,12 +140,10 @@ def variants() -> tuple[str, ...]:
 def check_voice(voice: str) -> None:
     """Refuse a voice that does not exist (UserError naming the closest)."""
     language, plus, variant = voice.partition("+")
-    if language not in languages():
-        close = difflib.get_close_matches(language.lower(), languages(), n=1, cutoff=0.0)[0]
-        raise UserError(f"voice {voice!r}: espeak-ng has no language {language!r}; did you mean {close!r}?")
-    if plus and variant not in variants():
-        close = difflib.get_close_matches(variant, variants(), n=1, cutoff=0.0)[0]
-        raise UserError(f"voice {voice!r}: espeak-ng has no variant {variant!r}; did you mean {language}+{close}?")
+    for noun, name, known in (("language", language, languages()), ("variant", variant, variants() if plus else ("",))):
+        if name not in known:
+            close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)[0]
+            raise UserError(f"voice {voice!r}: espeak-ng has no {noun} {name!r}; did you mean {close!r}?")
 
 
 # --- the library and its folder ---------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ Dimensions: S samples.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
+import pkgutil
 import random
 import re
 import shlex
@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError, closest
 from omni.plugins import Registry
@@ -28,6 +30,7 @@ from omni.utils.configuration import Share, configuration, span
 from train.data.rows.row import Sound
 from train.data.seeding import seeded_rng
 from train.data.sources.mixture import check_weights
+from train.data.tts.espeak import check_voice, languages, synthesise
 
 
 class Voice(Protocol):
@@ -95,9 +98,6 @@ class SpeakingVoice:
 
 FLITE_VOICES = ("kal", "kal16", "awb", "rms", "slt")
 """Voices of flite 2.2 that read any text: `kal` is of 8 kHz, and rms keeps its pitch whatever is asked."""
-
-RATES = (1000, 384000)
-"""Lowest and highest sample rate of a voice, in Hz."""
 
 TIMEOUT = 600.0
 """Seconds that a program may take for one text."""
@@ -197,14 +197,10 @@ class EspeakVoice:
     UserError where there is no such voice, or no espeak-ng."""
 
     def __init__(self, name: str = "", speaking: SpeakingConfig | None = None) -> None:
-        from train.data.tts.espeak import check_voice
-
         check_voice(f"en{name}" if name.startswith("+") else name or "en-us")
         self.name, self.speaking = name, speaking or SpeakingConfig()
 
     def say(self, text: str, language: str, seed: int) -> Sound:
-        from train.data.tts.espeak import synthesise
-
         return Sound(*synthesise(text, *self._settings(language, seed)))
 
     def speaker(self, language: str, seed: int) -> str:
@@ -245,8 +241,6 @@ class FliteVoice:
 @functools.cache
 def _accents(language: str) -> tuple[str, ...]:
     """espeak-ng's accents of a language, its main accent first."""
-    from train.data.tts.espeak import languages
-
     wanted = (language or "en").lower().replace("_", "-")
     for name in (wanted, wanted.partition("-")[0]):
         main = "en-us" if name == "en" else name
@@ -300,12 +294,9 @@ class CommandVoice(Voice):
 
 def imported(spec: str) -> Callable[..., Any]:
     """The callable `module:name`; UserError where there is none."""
-    module, _, name = spec.partition(":")
     try:
-        value: Any = importlib.import_module(module)
-        for part in name.split("."):
-            value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
+        value = pkgutil.resolve_name(spec)
+    except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
             f"voice {spec!r} cannot be imported ({error}): name a module on the path and a callable in it"
         ) from error
@@ -321,24 +312,22 @@ class CallableVoice(Voice):
         self.spec, self.function, self.extra = spec, function, _taken(function)
 
     def say(self, text: str, language: str, seed: int) -> Sound:
-        from omni.audio.waveform import whole_rate
+        from omni.audio.waveform import as_waveform, whole_rate
 
-        arguments = {"language": language, "seed": seed}
+        arguments, name = {"language": language, "seed": seed}, f"voice {self.spec}"
         try:
-            made = self.function(text, **{name: arguments[name] for name in self.extra})
-        except (Exception, SystemExit) as error:  # external code: any of its errors concerns this text only
-            raise UserError(f"voice {self.spec} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error
-        if not (isinstance(made, tuple) and len(made) == 2):
-            raise UserError(f"voice {self.spec} returned {type(made).__name__}: it must return (samples, sample rate)")
-        try:
-            rate = whole_rate(made[1], f"voice {self.spec}")
-            if not RATES[0] <= rate <= RATES[1]:
-                raise UserError(f"voice {self.spec} returned a rate of {rate} Hz; it must lie from {RATES[0]} to {RATES[1]}")
-            return Sound(_samples(made[0], f"voice {self.spec}"), rate)
+            samples, rate = self.function(text, **{key: arguments[key] for key in self.extra})
+            if np.ndim(samples) != 1:
+                raise UserError(f"{name} returned samples of shape {list(np.shape(samples))}; they must be one row [S]")
+            waveform = as_waveform(samples.detach() if hasattr(samples, "detach") else samples, name)
+            return Sound(waveform, whole_rate(rate, name))
         except UserError:
             raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"voice {self.spec} returned no samples [S] and rate: {' '.join(str(error).split())}") from error
+        except (Exception, SystemExit) as error:  # external code: any of its errors concerns this text only
+            why = " ".join(str(error).split())
+            raise UserError(
+                f"{name} failed with {type(error).__name__}: {why}; it must return samples [S] and their rate"
+            ) from error
 
 
 def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -349,15 +338,3 @@ def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     return tuple(name for name in ("language", "seed") if name in named)
-
-
-def _samples(made: Any, name: str) -> Any:
-    """Samples [S] (float32), scaled by their type as those of questions are; UserError where they are none, or not one row."""
-    import numpy as np
-
-    from omni.audio.waveform import as_waveform
-
-    shape = np.shape(made)
-    if len(shape) != 1:
-        raise UserError(f"{name} returned samples of shape {list(shape)}; they must be one row [S]")
-    return as_waveform(made.detach() if hasattr(made, "detach") else made, name)

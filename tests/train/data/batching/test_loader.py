@@ -312,7 +312,8 @@ def test_batches_are_pinned_for_a_run_on_a_gpu_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     take(StepLoader(new_pipeline("codec2"), 1), 1)  # would fail without a driver
     pinned: list[bool] = []
-    monkeypatch.setattr("train.data.batching.loader._data_loader", lambda *given: pinned.append(given[-1]))
+    loader = "torchdata.stateful_dataloader.StatefulDataLoader"
+    monkeypatch.setattr(loader, lambda *given, **options: pinned.append(options["pin_memory"]))
     for pin in (False, True):
         StepLoader(new_pipeline("codec2"), 1, pin=pin)
     assert pinned == [False, True]
