@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 _64 = (1 << 64) - 1
+Number = TypeVar("Number", int, "np.ndarray")
 
 
 def key(*parts: int | str) -> int:
@@ -43,14 +44,9 @@ def shuffled(index: int, size: int, *parts: int | str) -> int:
     range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", the cycle-walking method)."""
     if not 0 <= index < size:
         raise IndexError(f"index {index} is outside [0, {size})")
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    name = key(*parts)
+    half, name = _half_bits(size), key(*parts)
     while True:
-        left, right = index >> half, index & mask
-        for turn in range(1, 9):
-            left, right = right, left ^ (_mixed(name + right + (turn << 48)) & mask)
-        index = left << half | right
+        index = _feistel(index, half, name)
         if index < size:
             return index
 
@@ -59,36 +55,36 @@ def shuffled_all(size: int, *parts: int | str) -> np.ndarray:
     """`shuffled` of every index, int64 [size]."""
     import numpy as np
 
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    name, shift, mask = np.uint64(key(*parts)), np.uint64(half), np.uint64((1 << half) - 1)
+    half, name = _half_bits(size), key(*parts)
     out = np.arange(size, dtype=np.uint64)
     for chunk in (out[first : first + (1 << 16)] for first in range(0, size, 1 << 16)):
         todo = np.arange(len(chunk))
         while len(todo):
-            left, right = chunk[todo] >> shift, chunk[todo] & mask
-            for turn in range(1, 9):
-                left, right = right, left ^ (_all_mixed(name + right + np.uint64(turn << 48)) & mask)
-            chunk[todo] = left << shift | right
+            chunk[todo] = _feistel(chunk[todo], half, name)
             todo = todo[chunk[todo] >= size]
     return out.astype(np.int64)
 
 
-def _mixed(number: int) -> int:
+def _half_bits(size: int) -> int:
+    """Half the bits of the smallest square of a power of two that holds `size`."""
+    return max(1, ((size - 1).bit_length() + 1) // 2)
+
+
+def _feistel(index: Number, half: int, name: int) -> Number:
+    """Eight rounds over numbers of 2 * `half` bits: of one, or of each of an array, uint64."""
+    mask = (1 << half) - 1
+    left, right = index >> half, index & mask
+    for turn in range(1, 9):
+        left, right = right, left ^ (_mixed(name + right + (turn << 48)) & mask)
+    return left << half | right
+
+
+def _mixed(number: Number) -> Number:
     """Mix 64 bits (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators": SplitMix64)."""
     z = (number + 0x9E3779B97F4A7C15) & _64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
     return z ^ (z >> 31)
-
-
-def _all_mixed(numbers: np.ndarray) -> np.ndarray:
-    """`_mixed` of each number, uint64."""
-    import numpy as np
-
-    z = numbers + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
 
 
 # --- rows that lie together, read together ----------------------------------------------------------------------------

@@ -127,12 +127,6 @@ def weight_at(weight: Weight, position: float) -> float:
     return low + (high - low) * (position - a) / (b - a)
 
 
-def _weights_by_place(weights: Sequence[Weight]) -> dict[float, list[float]]:
-    """All weights at each place of a point, and at 0."""
-    positions = sorted({0.0, *(position for weight in weights for position, _ in _points(weight))})
-    return {position: [weight_at(weight, position) for weight in weights] for position in positions}
-
-
 def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float = math.inf) -> None:
     """Refuse weights that do not make a mixture at every draw (UserError).
 
@@ -154,10 +148,10 @@ def check_schedule(names: Sequence[str], weights: Sequence[Weight], most: float 
         for (a, _), (b, _) in itertools.pairwise(points):
             if b <= a:
                 raise UserError(f"{name} has a point at {b:g} after one at {a:g}; give the points in increasing order")
-    by_place = _weights_by_place(weights)
-    for position, now in by_place.items():
-        if not any(now):
-            at = "" if len(by_place) == 1 else f" at {position:g}"
+    positions = sorted({0.0, *(position for weight in weights for position, _ in _points(weight))})
+    for position in positions:
+        if not any(weight_at(weight, position) for weight in weights):
+            at = "" if len(positions) == 1 else f" at {position:g}"
             raise UserError(f"no weight is above 0{at} among {', '.join(names)}: give at least one source a weight above 0{at}")
 
 
@@ -271,11 +265,14 @@ class Mixture:
         count = packer + packers * own
         if source in self.streams:
             return Draw(number, source, count, StreamDraw(packer, packers, own))
+        size = self.sources[source].size
+        if size is None:
+            return Draw(number, source, number)
+        epoch, position = divmod(count, size)
+        keys = (self.seed, "epoch", source, epoch)
         if source not in self.windows:
-            return Draw(number, source, self._index(source, number, count))
-        windows = self.windows[source]
-        epoch, position = divmod(count, windows.rows)
-        row, start = windows.find(position, packers, self.seed, "epoch", source, epoch)
+            return Draw(number, source, shuffled(position, size, *keys))
+        row, start = self.windows[source].find(position, packers, *keys)
         return Draw(number, source, row, WindowDraw(packer, (epoch, start)))
 
     def row(self, draw: Draw) -> Row:
@@ -311,11 +308,3 @@ class Mixture:
             draws = [(source, next(ascending[source])) for source in (sources[i] for i in order)]
             self._blocks[packer, packers] = block, draws
         return draws[position]
-
-    def _index(self, source: int, number: int, count: int) -> int:
-        """Index of a source's row for draw `number`, which is the source's own draw number `count`."""
-        size = self.sources[source].size
-        if size is None:
-            return number
-        epoch, position = divmod(count, size)
-        return shuffled(position, size, self.seed, "epoch", source, epoch)
