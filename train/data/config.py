@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, field
+from dataclasses import asdict, field, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -71,6 +71,8 @@ class AugmentConfig:
 
 MOST_COLUMNS = 1 << 22
 """Largest micro-batch, in columns: no device holds the activations of more."""
+OF_FILES = {"stored": {"path", "held_out", "order", "window"}, "stream": {"path", "held_out", "window", "read"}}
+"""Keys of a source by the kinds that have them, which read files."""
 WINDOW = 256
 """Rows of a window, unless `SourceConfig.window` says otherwise."""
 AlignmentKind = Literal["none", "letters", "words", "tokens"]
@@ -141,38 +143,27 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", asdict(self.made))  # with what is not given, so that a stored run is complete
+        for key in fields(self):
+            kinds = [kind for kind, names in OF_FILES.items() if key.name in names]
+            if kinds and self.kind not in kinds and (value := getattr(self, key.name)) != key.default:
+                raise UserError(f"{key.name} is {value!r}, which a source of kind {self.kind!r} has not: leave it out")
         if self.kind == "stored" and not self.path:
             raise UserError("a source of kind 'stored' has no path; name its Parquet file or folder")
-        if self.kind == "stream":
-            self._check_stream()
-        elif self.read is not None:
-            raise UserError(f"a source of kind {self.kind!r} is no stream: leave out read, or set kind to stream")
-        if self.kind not in ("stored", "stream") and (self.path or self.held_out):
-            raise UserError(f"a source of kind {self.kind!r} reads no files; leave out path {self.path or self.held_out!r}")
-        if self.kind != "stored" and self.order != "random":
-            raise UserError(f"a source of kind {self.kind!r} reads no files in pieces: leave out order {self.order!r}")
-        if self.kind != "stream" and self.order == "random" and self.window != WINDOW:
-            raise UserError(f"source.window is {self.window}, but order is random, which has none: set order to sequential")
-        if isinstance(self.held_out, int) and self.held_out < 1:
-            raise UserError(
-                f"held_out is {self.held_out}; give a number of rows from 1 upwards, a file of rows, or null for none"
-            )
-        try:
-            TaskMixture(self.tasks, self.stages)
-        except UserError as error:
-            raise UserError(f"the source {self.path or self.kind}: {error}") from error
-
-    def _check_stream(self) -> None:
-        """Refuse what a stream does not have (UserError)."""
-        if not self.path or not isinstance(self.path, str):
+        if self.kind == "stream" and not (self.path and isinstance(self.path, str)):
             raise UserError("a source of kind 'stream' has no path; name a shard, a folder of shards, or a pattern: a-*.tar")
-        if isinstance(self.held_out, int):
+        if self.kind == "stream" and isinstance(self.held_out, int):
             raise UserError(
                 f"held_out is {self.held_out}, but the rows of a stream are not known before they are read: name a file of "
                 "other rows, which data prepare makes"
             )
-        if self.max_epochs is not None:
-            raise UserError(f"max_epochs is {self.max_epochs:g}, but the rows of a stream are not counted: give max_rows")
+        if self.kind == "stored" and self.order == "random" and self.window != WINDOW:
+            raise UserError(f"source.window is {self.window}, but order is random, which has none: set order to sequential")
+        if isinstance(self.held_out, int) and self.held_out < 1:
+            raise UserError(f"held_out is {self.held_out}; give a number from 1 upwards, a file of rows, or null for none")
+        try:
+            TaskMixture(self.tasks, self.stages)
+        except UserError as error:
+            raise UserError(f"the source {self.path or self.kind}: {error}") from error
 
     def limit(self, size: int | None) -> int | None:
         """Most rows that the source gives if it has `size` of them; None for any number. UserError: the epochs of a source
@@ -180,7 +171,9 @@ class SourceConfig:
         if self.max_epochs is None:
             return self.max_rows
         if size is None:
-            raise UserError(f"max_epochs is {self.max_epochs:g}, but rows are made without end: give max_rows instead")
+            raise UserError(
+                f"max_epochs is {self.max_epochs:g}, but rows are made without end, or not counted: give max_rows instead"
+            )
         rows = round(self.max_epochs * size)
         if not rows:
             raise UserError(

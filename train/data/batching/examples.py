@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -167,21 +167,22 @@ class TooLong(Unusable):
         super().__init__(message, TOO_LONG, task)
 
 
+@dataclass(eq=False)
 class Prepared:
     """A row with the results computed from it, which is cached for rows that are drawn again soon. `kept_as` is its key in the
     cache; None where it is used once."""
 
-    def __init__(self, row: Row, kept_as: tuple[int, int] | None = None) -> None:
-        self.row, self.kept_as = row, kept_as
-        self.heard: dict[int, list[ClipFeatures]] = {}
-        self.codes: dict[int, Tensor] = {}
-        self.ids: dict[str, list[int]] = {}
+    row: Row
+    kept_as: tuple[int, int] | None = None
+    heard: dict[int, list[ClipFeatures]] = field(default_factory=dict)
+    codes: dict[int, Tensor] = field(default_factory=dict)
+    ids: dict[str, list[int]] = field(default_factory=dict)
 
 
 class ExampleMaker:
     """Makes examples for one model.
 
-    UserError: the codec is not the model's, the alignment does not fit `model.ctc`, or pauses do not fit the encoder.
+    UserError: the tokenizer or the alignment does not fit the model, or pauses do not fit the encoder.
 
     Args:
         model: its layout, encoder and projector determine the number of columns of a question.
@@ -209,25 +210,19 @@ class ExampleMaker:
         self.model, self.tokenizer, self.codec = model, tokenizer, codec
         self.alignment, self.augment = alignment or Alignment("none"), augment
         self.seed, self.system, self.cut, self.heard_only = seed, system, cut, heard_only
-        if codec is not None and codec.name != model.codec:
-            raise UserError(f"the data's codec is {codec.name!r}, the model's is {model.codec!r}; use one for both")
         if len(tokenizer) > model.layout.text.size:
             raise UserError(
                 f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
                 "use the model's own tokenizer"
             )
-        aligned = self.alignment.spelling != "none"  # else the model's head, where it has one, is not trained
-        if aligned and self.alignment.size != model.ctc:
-            raise UserError(
-                f"the alignment {self.alignment.spelling!r} has {self.alignment.size} ids, model.ctc is {model.ctc}; "
-                "set model.ctc to that number, or choose another alignment"
-            )
-        if aligned and self.alignment.sound_size != model.ctc_sounds:
-            raise UserError(
-                f"the alignment has {self.alignment.sound_size} ids of sounds, model.ctc_sounds is {model.ctc_sounds}; "
-                "set model.ctc_sounds to that number, or change data.sounds"
-            )
-
+        sizes = [("ctc", self.alignment.size, model.ctc, "choose another alignment")]
+        sizes += [("ctc_sounds", self.alignment.sound_size, model.ctc_sounds, "change data.sounds")]
+        for name, size, heads, otherwise in sizes if self.alignment.spelling != "none" else ():  # else no head is trained
+            if size != heads:
+                raise UserError(
+                    f"the alignment {self.alignment.spelling!r} has {size} ids for model.{name}, which is {heads}; set it to "
+                    f"that number, or {otherwise}"
+                )
         if augment is not None and augment.pauses is not None and model.encoder.feature_floor is None:
             raise UserError(
                 "data.augment.pauses needs features with a fixed floor, which silence has: set encoder.mode to chunked, or "

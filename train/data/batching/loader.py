@@ -90,8 +90,6 @@ class StepLoader:
         prefetch: int = 2,
         pin: bool = False,
     ) -> None:
-        if workers < 0 or prefetch < 1:
-            raise UserError(f"data.workers is {workers} and data.prefetch {prefetch}; they are at least 0 and 1")
         mine = list(range(micro_batches) if shards is None else shards)
         stored = dict(states or {})
         parts = {int(state["packer_parts"]) for state in stored.values()} or {max(1, workers)}

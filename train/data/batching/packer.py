@@ -47,8 +47,6 @@ class Pipeline:
         self, mixture: Mixture, tasks: Sequence[TaskMixture], maker: ExampleMaker, packing: PackingConfig, seed: int = 0,
         kept: int = 2048, broken: str = "error",
     ) -> None:  # fmt: skip
-        if len(tasks) != len(mixture.sources):
-            raise UserError(f"{len(mixture.sources)} sources have {len(tasks)} mixtures of tasks; give one each")
         self.mixture, self.tasks, self.maker, self.packing = mixture, list(tasks), maker, packing
         self.names = [f"data.sources[{i}] ({source.name})" for i, source in enumerate(mixture.sources)]
         self.seed, self.broken = seed, broken
@@ -76,12 +74,13 @@ class Pipeline:
         for draw in (self.mixture.draw(number, packers) for number in draws):
             if isinstance(draw.source_draw, StreamDraw):
                 lowest[draw.source] = min(draw.source_draw.number, lowest.get(draw.source, draw.source_draw.number))
-        return {str(i): stream.marks(packer, packers, lowest.get(i)) for i, stream in self.mixture.streams.items()}
+        streams = {i: stream.packer(packer, packers) for i, stream in self.mixture.streams.items()}
+        return {str(i): [list(mark) for mark in stream.marks_from(lowest.get(i))] for i, stream in streams.items()}
 
     def restore(self, packer: int, packers: int, marks: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Take the marks of a state."""
         for i, stream in self.mixture.streams.items():
-            stream.restore(packer, packers, marks.get(str(i), ()))
+            stream.packer(packer, packers).restore(marks.get(str(i), ()))
 
     def _make(self, draw: Draw) -> Example:
         prepared = self._prepare(draw)

@@ -148,21 +148,17 @@ class Reference:
         with self._opened() as source:
             if self.part is None:
                 return read_audio(source, sample_rate, name=self.name)
-            return self._cut(source, self.part, sample_rate)
+            start, stop = self.part.start, self.part.stop
+            samples, rate = read_part(source, start, stop, name=self.name)
+        wanted = list(self.part.channels) or list(range(samples.shape[1]))
+        if len(samples) < stop - start or max(wanted) >= samples.shape[1]:
+            raise UserError(f"{self.name} has no samples {start} to {stop} in channels {wanted}: {AGAIN}")
+        return resample(samples[:, wanted].mean(1), rate, sample_rate, name=self.name)
 
     def content(self) -> bytes:
         """The whole recording as it is; errors as of `load`."""
         with self._opened() as source:
-            if isinstance(source, str):
-                return Path(source).read_bytes()
-            return source.read()
-
-    def _cut(self, source: str | BinaryIO, part: SoundPart, sample_rate: int) -> Tensor:
-        samples, rate = read_part(source, part.start, part.stop, name=self.name)
-        wanted = list(part.channels) or list(range(samples.shape[1]))
-        if len(samples) < part.stop - part.start or max(wanted) >= samples.shape[1]:
-            raise UserError(f"{self.name} has no samples {part.start} to {part.stop} in channels {wanted}: {AGAIN}")
-        return resample(samples[:, wanted].mean(1), rate, sample_rate, name=self.name)
+            return Path(source).read_bytes() if isinstance(source, str) else source.read()
 
     @contextmanager
     def _opened(self) -> Iterator[str | BinaryIO]:
@@ -199,10 +195,8 @@ class Reference:
             raise UnfitReference("missing_reference", text) from error
         if not same:
             change = f"it has {now[0]} bytes and had {self.size}" if now[0] != self.size else "its content is another one"
-            raise UnfitReference(
-                "changed_reference",
-                f"recording {self.name} is not the one that the data was prepared with ({change}): bring that back, or {AGAIN}",
-            )
+            why = f"is not the one that the data was prepared with ({change}): bring that back, or {AGAIN}"
+            raise UnfitReference("changed_reference", f"recording {self.name} {why}")
         return now
 
 

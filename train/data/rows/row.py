@@ -96,11 +96,9 @@ class Sound:
         """Load mono samples [S] (float32) at `sample_rate`; UserError where the file is no sound, or is outside its folder."""
         if self.samples is not None:
             return resample(self.samples, self.sample_rate, sample_rate)
-        if self.data:
-            return read_audio(self.data, sample_rate)
         if (named := self.reference) is not None:
             return named.load(sample_rate)
-        return read_audio(self.file(), sample_rate)
+        return read_audio(self.data or self.file(), sample_rate)
 
     def file(self) -> Path:
         """The file of a path below the folder; UnfitReference where there is none."""
@@ -313,14 +311,14 @@ def from_plain(data: Mapping[str, Any], folder: Path | None, where: str) -> Row:
     another version or no turns."""
     turns = tuple(
         RowTurn(
-            question_text=turn["question_text"] or "",
-            question_audio=_sound(turn["question_audio"], folder),
-            answer_text=turn["answer_text"] or "",
-            answer_audio=_sound(turn["answer_audio"], folder),
-            answer_codes=_codes(turn["answer_codes"]),
-            words=tuple(Word(**word) for word in turn["words"] or ()),
-            question_start=turn["question_start"] or 0.0,
-            answer_start=turn["answer_start"] or 0.0,
+            turn["question_text"] or "",
+            _sound(turn["question_audio"], folder),
+            turn["answer_text"] or "",
+            _sound(turn["answer_audio"], folder),
+            _codes(turn["answer_codes"]),
+            tuple(Word(**word) for word in turn["words"] or ()),
+            turn["question_start"] or 0.0,
+            turn["answer_start"] or 0.0,
         )
         for turn in data["turns"] or ()
     )

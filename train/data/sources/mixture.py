@@ -234,8 +234,6 @@ class Mixture:
         limits: Sequence[int | None] | None = None,
         windows: Mapping[int, Windows] | None = None,
     ) -> None:
-        if len(sources) != len(weights) or not sources:
-            raise UserError(f"a mixture of {len(sources)} sources has {len(weights)} weights; give one each, for at least one")
         check_schedule([f"the weight of '{i} ({source.name})'" for i, source in enumerate(sources)], weights)
         self.sources = list(sources)
         self.seed = seed

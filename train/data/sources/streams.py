@@ -195,7 +195,7 @@ class StreamSource:
     def row(self, index: int, draw: StreamDraw | None = None) -> Row:
         """Read the row of a draw; row `index` of a single packer where there is none."""
         draw = draw or StreamDraw(0, 1, index)
-        item = self._make(self._stream(draw.packer, draw.packers).record(draw.number))
+        item = self._make(self.packer(draw.packer, draw.packers).record(draw.number))
         if isinstance(item, Broken):
             raise UserError(f"{item.where}: {item.why}")
         return replace(item, turns=tuple(map(self._turn, item.turns)))
@@ -205,21 +205,13 @@ class StreamSource:
         items = map(self._make, itertools.islice(read_shard(self.shards[0]), count))
         return [item for item in items if isinstance(item, Row)]
 
-    def marks(self, packer: int, packers: int, number: int | None) -> list[list[int]]:
-        """Marks that reading a packer's rows from this one on needs, from the current one where it is None; plain data."""
-        return [list(mark) for mark in self._stream(packer, packers).marks_from(number)]
-
-    def restore(self, packer: int, packers: int, marks: Sequence[Sequence[int]]) -> None:
-        """Take marks, so that rows after them are found at once."""
-        self._stream(packer, packers).restore(marks)
-
-    def _stream(self, packer: int, packers: int) -> PackerStream:
+    def packer(self, packer: int, packers: int) -> PackerStream:
+        """The rows of one of so many packers, in this process."""
         if self._process != os.getpid():  # after a fork: open files are not shared
             self._start()
         if (packer, packers) not in self._streams:
-            self._streams[packer, packers] = PackerStream(
-                len(self.shards), self._open, self.block, ("stream", self.seed), packer, packers
-            )
+            key = ("stream", self.seed)
+            self._streams[packer, packers] = PackerStream(len(self.shards), self._open, self.block, key, packer, packers)
         return self._streams[packer, packers]
 
     def _open(self, shard: int, start: int) -> Iterator[Record]:

@@ -187,8 +187,6 @@ def test_a_state_that_does_not_fit_is_refused():
         next(StepLoader(new_pipeline("codec2"), 3, start_step=1, states=loader.states))
     with pytest.raises(UserError, match=r"3 micro-batches.*2 processes"):
         process_shards(3, 0, 2)
-    with pytest.raises(UserError, match=r"data.workers is -1"):
-        StepLoader(new_pipeline("codec2"), 2, workers=-1)
 
 
 def broken(name: str) -> Pipeline:

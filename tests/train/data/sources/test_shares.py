@@ -169,7 +169,9 @@ def test_limits_come_from_epochs_and_rows():
     sources = [ToySource(f"toy{i}", size, CODEC) for i, size in enumerate((10, 10, None, 5))]
     assert [one.limit(source.size) for one, source in zip(given.sources, sources, strict=True)] == [25, 20, 9, None]
     assert build_mixture(given, sources, 0).total is None
-    with pytest.raises(UserError, match=r"data.sources.2.max_epochs is 2, but rows are made without end: give max_rows"):
+    with pytest.raises(
+        UserError, match=r"data.sources.2.max_epochs is 2, but rows are made without end, or not counted: give max_rows"
+    ):
         build_mixture(
             replace(
                 given, sources=(*given.sources[:2], SourceConfig("spoken-digits", max_epochs=2), SourceConfig("spoken-digits"))

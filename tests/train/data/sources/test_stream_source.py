@@ -177,7 +177,7 @@ def test_packers_together_draw_each_row_once_an_epoch(data: dict[str, Path]) -> 
         source = pipe.mixture.streams[0]
         for packer in range(packers):
             opened: list[int] = []
-            stream = source._stream(packer, packers)
+            stream = source.packer(packer, packers)
             stream.opened = lambda shard, start, opened=opened, read=source._open: (opened.append(shard), read(shard, start))[1]
             number = packer
             while True:
