@@ -98,7 +98,7 @@ class PackingConfig:
     def __post_init__(self) -> None:
         if self.rows * self.length > MOST_COLUMNS:
             raise UserError(
-                f"data.packing has rows {self.rows} and length {self.length}; make their product at most {MOST_COLUMNS}"
+                f"data.packing has rows {self.rows}, length {self.length}; make their product at most {MOST_COLUMNS}"
             )
 
 
@@ -153,8 +153,7 @@ class SourceConfig:
             raise UserError("a source of kind 'stream' has no path; name a shard, a folder of shards, or a pattern: a-*.tar")
         if self.kind == "stream" and isinstance(self.held_out, int):
             raise UserError(
-                f"held_out is {self.held_out}, but the rows of a stream are not known before they are read: name a file of "
-                "other rows, which data prepare makes"
+                f"held_out is {self.held_out}, but the rows of a stream are not known before: name a file of others"
             )
         if self.kind == "stored" and self.order == "random" and self.window != WINDOW:
             raise UserError(f"source.window is {self.window}, but order is random, which has none: set order to sequential")
@@ -172,13 +171,11 @@ class SourceConfig:
             return self.max_rows
         if size is None:
             raise UserError(
-                f"max_epochs is {self.max_epochs:g}, but rows are made without end, or not counted: give max_rows instead"
+                f"max_epochs is {self.max_epochs:g}, but rows come without end, or uncounted: give max_rows instead"
             )
         rows = round(self.max_epochs * size)
         if not rows:
-            raise UserError(
-                f"max_epochs is {self.max_epochs:g}: of {size} rows it leaves none; give more, or leave the source out"
-            )
+            raise UserError(f"max_epochs is {self.max_epochs:g}: of {size} rows it leaves none; give more, or drop the source")
         return rows if self.max_rows is None else min(rows, self.max_rows)
 
     @cached_property

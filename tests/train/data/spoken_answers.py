@@ -44,41 +44,7 @@ Snow forms when water vapour freezes high up in the clouds and falls before it c
 The bridge was built over four years, opened in the spring, and has carried trains ever since.
 Whales are mammals, not fish: they breathe air and feed their young with milk.
 It costs 15 dollars for adults and 8 dollars for children.
-If your phone gets wet, switch it off at once, dry it with a cloth, and leave it in a warm place overnight.
-Good morning, how can I help you?
-An hour of walking burns roughly 300 calories.
-The meeting has been moved to Thursday at half past two.
-Gold is heavier than iron and softer than steel.
-Bees tell each other where the flowers are by dancing.
-I recommend the soup, the grilled fish and, if you still have room, the apple cake.
-Rivers shape the land over thousands of years by carrying stones, sand and mud towards the sea.
-The next full moon is on the 14th of October.
-Please speak a little louder.
-Paper was first made in China about 2000 years ago.
-To remove the stain, mix a spoon of vinegar with warm water and rub it gently with a sponge.
-Our planet is about 150 million kilometres from the sun, which light crosses in roughly eight minutes.
-She wrote seven novels, two plays and a great number of letters.
-Keep your back straight and lift with your legs, not with your arms.
-The recipe needs 250 grams of flour, three eggs, a pinch of salt and half a litre of milk.
-Nobody knows exactly how many species live in the deep ocean.
-Let me think about that for a moment.
-The wind will turn to the north tonight, and by morning it should be dry and cold, with some fog in the valleys.
-You have three new messages and one missed call.
-Glass is made of sand that is melted at a very high temperature.
-Read the question twice, underline the important words, and only then begin to write your answer.
-Chess is played on a board of 64 squares.
-Do you want me to set an alarm for 7 tomorrow?
-Trees talk to each other through their roots, at least in a way: they exchange sugar, water and signals.
-The doctor can see you on Monday, Wednesday or Friday afternoon.
-It is better to save a little each month than to wait for a large sum.
-Penguins live in the south and polar bears in the north, so they never meet.
-Turn left at the church.
-The book has 420 pages, but the letters are large.
-When two people argue, it often helps to repeat what the other one said before giving an opinion of one's own.
-Copper turns green when it stays in the rain for many years.
-Rome was not built in a day.
-Tea should not be made with boiling water if it is green; 80 degrees are enough.
-The orchestra plays three pieces tonight, the first of which lasts nearly 40 minutes.""".splitlines()
+If your phone gets wet, switch it off at once, dry it with a cloth, and leave it in a warm place overnight.""".splitlines()
 
 MEASURED = """\
 No, thank you.
@@ -106,41 +72,7 @@ Antarctica holds most of the fresh water of the world.
 Sleep matters more than most people think: memory, mood and health all depend on it.
 You could plant beans, peas or carrots next to each other, but keep the potatoes away from the tomatoes.
 The painting was stolen in 1911 and found again two years later in a hotel room.
-Seven plus five makes twelve.
-Bread gets stale faster in the fridge than in a wooden box.
-Here is what I found.
-The word comes from Latin, where it meant a field, and reached English by way of French.
-Press the red button for about ten seconds, wait until the lamp blinks twice, and then connect the cable again.
-A violin has four strings and no frets.
-Our solar system has eight planets, since Pluto is no longer counted as one of them.
-Volcanoes bring up minerals that make the soil around them very fertile.
-Yes, dogs can eat apples, but without the seeds.
-Two thirds of the earth are covered by water.
-The concert starts at 8, the doors open an hour before, and tickets are 25 dollars each.
-Think of a number, double it, add ten, and divide the result by two.
-Salt lowers the temperature at which water freezes, which is why it is spread on roads in the winter.
-She speaks Spanish, Portuguese and a little Greek.
-The museum shows coins, maps and tools that sailors took along on their journeys around the world 300 years ago.
-Nobody was hurt.
-It takes 365 days and about six hours to go around the sun, so every fourth year has one more day.
-Use a soft cloth and a drop of oil.
-The castle on the hill is open from April to October; in the other months only the garden can be visited.
-Spiders are not insects, since they have eight legs.
-A healthy adult has between four and six litres of blood.
-When the bell rings, everybody leaves through the nearest door, walks to the yard, and waits there to be counted.
-Can you repeat the name of the street?
-Concrete was already known to the Romans, whose harbours still stand after 2000 years.
-The colour of a flame tells how hot it is: red is cooler than yellow, and blue is the hottest.
-I have added milk, eggs and coffee to your list.
-The patient should drink plenty of water and stay in bed for two or three days.
-Owls turn their heads almost all the way round, because they cannot move their eyes.
-Your flight was delayed by 50 minutes.
-It may help to divide the work into small steps, to begin with the easiest one, and to take a short break after each.
-Diamonds and the lead of a pencil are made of the same element.
-The temperature will fall to 3 degrees tonight.
-Sugar dissolves quickly in hot tea.
-Fresh fish smells of the sea, its eyes are clear, and its skin shines.
-Tides come from the pull of the moon and, to a smaller part, of the sun.""".splitlines()
+Seven plus five makes twelve.""".splitlines()
 
 
 @dataclass(frozen=True)

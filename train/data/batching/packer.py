@@ -208,8 +208,7 @@ class PackerShard:
             example = self.pipeline.fetch(int(draw), self.stride)
             if isinstance(example, Unused):
                 raise UserError(
-                    f"draw {draw} waited in the packing buffer, but cannot be used now ({example.why}): resume with the same "
-                    "data and packing.length"
+                    f"draw {draw} of the state cannot be used now ({example.why}): resume with the same data and packing"
                 )
             self.buffer.append(example)
 

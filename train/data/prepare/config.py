@@ -88,8 +88,7 @@ class PrepareConfig:
             rate = getattr(self, name)
             if rate and not LOWEST_RATE <= rate <= HIGHEST_RATE:
                 raise UserError(
-                    f"{name} is {rate}: give samples per second from {LOWEST_RATE} to {HIGHEST_RATE}, or 0 to leave files as "
-                    "they are"
+                    f"{name} is {rate}: give {LOWEST_RATE} to {HIGHEST_RATE} samples a second, or 0 to leave files as they are"
                 )
         match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         if self.shard and (match is None or int(match[1]) >= int(match[2])):

@@ -290,8 +290,7 @@ class BlockMaker:
             raise UserError(f"{failure} with {type(error).__name__}: {' '.join(str(error).split())}") from error
         if count != stop - start:
             raise UserError(
-                f"the source ends at item {start + count} and had {len(self.source)}: it has changed while it was read; "
-                "remove what is half made and start again"
+                f"the source ends at item {start + count} of {len(self.source)}: it changed; remove what is half made"
             )
 
 

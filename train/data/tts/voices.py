@@ -276,7 +276,7 @@ class CommandVoice(Voice):
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIMEOUT, check=False)
             except (FileNotFoundError, PermissionError) as error:
                 raise UserError(
-                    f"voice command {words[0]!r} cannot be run ({error.strerror}): install it, or check its path"
+                    f"voice command {words[0]!r} cannot be run ({error.strerror}): install it, or fix its path"
                 ) from error
             except ValueError as error:  # the text has NUL or half a surrogate pair
                 raise UserError(f"voice command {words[0]!r} cannot be given this text ({error}): fix it") from error
@@ -297,9 +297,7 @@ def imported(spec: str) -> Callable[..., Any]:
     try:
         value = pkgutil.resolve_name(spec)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"voice {spec!r} cannot be imported ({error}): name a module on the path and a callable in it"
-        ) from error
+        raise UserError(f"voice {spec!r} cannot be imported ({error}): name a module on the path and its callable") from error
     if not callable(value):
         raise UserError(f"voice {spec!r} is a {type(value).__name__}, not a callable: name a function of a text")
     return value  # type: ignore[no-any-return]
@@ -326,7 +324,7 @@ class CallableVoice(Voice):
         except (Exception, SystemExit) as error:  # external code: any of its errors concerns this text only
             why = " ".join(str(error).split())
             raise UserError(
-                f"{name} failed with {type(error).__name__}: {why}; it must return samples [S] and their rate"
+                f"{name} failed with {type(error).__name__}: {why}; it returns samples [S] and their rate"
             ) from error
 
 

@@ -115,16 +115,7 @@ def test_a_conversation_is_its_turns_joined(name):
     model = MODELS[name]
     row, tasks = row_of(model, 3), ["A1A2", "T1T2", "A1T2"]
     made = maker_of(model).make(0, Prepared(row), tasks)
-    turns = [
-        Turn(
-            task,
-            features=model.features(len(turn.question_audio.samples)),
-            question=TOKENIZER.encode(turn.question_text),
-            text=TOKENIZER.encode(turn.answer_text),
-            codes=turn.answer_codes.frames,
-        )
-        for task, turn in zip(tasks, row.turns, strict=True)
-    ]
+    turns = [turns_of(model, row, task)[number] for number, task in enumerate(tasks)]
     whole = example(model.layout, turns)
     for field in ("tokens", "targets", "feature_index"):
         assert torch.equal(getattr(made.columns, field), getattr(whole, field))

@@ -15,7 +15,7 @@ import pytest
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TASKS, TOKENIZER, ToySource, codec_of, maker_of
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.packer import PackerShard, Pipeline, merge
+from train.data.batching.packer import Pipeline, merge
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows import files, parquet
@@ -166,20 +166,6 @@ def test_a_run_of_two_workers_goes_on_alike_with_any_number_and_on_two_processes
     halves = [StepLoader(pipeline(folder), 2, process_shards(2, rank, 2), 0, 3, states) for rank in range(2)]
     same_steps([a + b for a, b in zip(*(take(half, 3) for half in halves), strict=True)], wanted)
     assert merge([half.states for half in halves]).keys() == states.keys()
-
-
-def test_packers_together_make_each_row_once_an_epoch(folder: Path) -> None:
-    """Whatever their number: the draws that come first of each are those of the first epoch."""
-    for shards, parts in ((1, 1), (2, 1), (2, 3)):
-        made: list[str] = []
-        for shard in range(shards):
-            for part in range(parts):
-                pipe = pipeline(folder)
-                packer = PackerShard(pipe, shard, shards, part, parts)
-                mine = range(shard + shards * part, ROWS, shards * parts)
-                found = [pipe.fetch(number, packer.stride) for number in mine]
-                made += [example.where for example in found]
-        assert len(set(made)) == len(made) == ROWS
 
 
 # --- configuration --------------------------------------------------------------------------------------------------------

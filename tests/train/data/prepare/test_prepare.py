@@ -126,14 +126,6 @@ def test_shards_have_the_size_asked_for(tmp_path):
     assert texts == [f"what is {i}" for i in range(140)]
 
 
-def test_shards_of_tiny_rows_end_after_so_many_groups(tmp_path, monkeypatch):
-    """So that what the writer keeps of each group is bounded, whatever the number of rows."""
-    monkeypatch.setattr(shards, "SHARD_GROUPS", 4)
-    made(tmp_path / "out", ToySource(140, "codes"), shard_mb=100)
-    found = [pq.read_metadata(file) for file in sorted((tmp_path / "out").glob("*.parquet"))]
-    assert [part.num_row_groups for part in found] == [4, 4, 1] and [part.num_rows for part in found] == [64, 64, 12]
-
-
 def test_groups_are_whole_beside_broken_items(tmp_path, monkeypatch):
     """All but the last of a file, in files of several numbers of groups."""
     monkeypatch.setattr(shards, "SHARD_GROUPS", 5)

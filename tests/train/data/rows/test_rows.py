@@ -48,18 +48,6 @@ def test_rows_come_back_by_index(tmp_path, row_group):
     assert pq.ParquetFile(tmp_path / "data.parquet").num_row_groups == -(-9 // row_group)
 
 
-def test_a_folder_of_files_is_one_list_and_numbers_stay_with_the_file(tmp_path):
-    wanted = rows(7)
-    for name, part in (("a", wanted[:2]), ("b", wanted[2:6]), ("c", wanted[6:])):
-        write_rows(tmp_path / f"{name}.parquet", part)
-    source = StoredRows(tmp_path, tmp_path / "cache")
-    assert source.size == 7
-    for i, row in enumerate(wanted):
-        same(source.row(i), row)
-    assert source.row(5).where == f"{tmp_path / 'b.parquet'} row 3"
-    assert source.row(6).where == f"{tmp_path / 'c.parquet'} row 0"
-
-
 def test_audio_by_reference_is_read_from_the_files_folder(tmp_path):
     samples = torch.randn(1600) * 0.1
     (tmp_path / "sounds").mkdir()
@@ -241,17 +229,3 @@ def test_large_groups_are_copied_and_small_ones_read_where_they_are(tmp_path):
     same(again[40], wanted[40])
     with pytest.raises(IndexError):
         small[70]
-
-
-def test_a_damaged_page_is_named_and_the_rest_is_read(tmp_path):
-    file = tmp_path / "data.parquet"
-    write_rows(file, rows(40, turns=1))
-    column = pq.read_metadata(file).row_group(1).column(2)
-    content = bytearray(file.read_bytes())
-    at = column.data_page_offset + column.total_compressed_size - 3
-    content[at] ^= 0xFF
-    file.write_bytes(content)
-    stored = StoredRows(file)
-    assert stored[15].id == "15" and stored[32].id == "32"
-    with pytest.raises(UserError, match=r"data.parquet \(rows 16 to 31\) cannot be read .*prepare it again"):
-        stored[20]

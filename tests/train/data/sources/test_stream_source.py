@@ -170,34 +170,6 @@ def test_a_run_of_two_workers_goes_on_alike_with_any_number(data: dict[str, Path
     same_steps(take(StepLoader(pipeline(data["tar"], "tar"), 2, workers=0, start_step=3, states=states), 3), wanted)
 
 
-def test_packers_together_draw_each_row_once_an_epoch(data: dict[str, Path]) -> None:
-    """Two have two shards and one; four share them, one of which two read."""
-    for packers in (2, 4):
-        pipe, seen = pipeline(data["tar"], "tar"), Counter[str]()
-        source = pipe.mixture.streams[0]
-        for packer in range(packers):
-            opened: list[int] = []
-            stream = source.packer(packer, packers)
-            stream.opened = lambda shard, start, opened=opened, read=source._open: (opened.append(shard), read(shard, start))[1]
-            number = packer
-            while True:
-                example = pipe.fetch(number, packers)
-                if len(opened) > max(1, len(range(packer, len(SHARDS), packers))):
-                    break
-                assert not isinstance(example, Unused)
-                seen[example.where] += 1
-                number += packers
-        assert len(seen) == seen.total() == sum(SHARDS)
-
-
-def test_weights_and_limits_hold(data: dict[str, Path]) -> None:
-    more = (SourceConfig("stored", path=str(data["rows"]), tasks={"T1T2": 1.0}, weight=1.0),)
-    pipe = pipeline(data["tar"], "tar", more, weight=1.0, max_rows=10)
-    assert Counter(pipe.mixture.draw(number, 3).source for number in range(3 * 1024))[0] == 10
-    pipe = pipeline(data["tar"], "tar", more, weight=3.0)
-    assert Counter(pipe.mixture.draw(number).source for number in range(1024)) == {0: 768, 1: 256}
-
-
 # --- what is broken -----------------------------------------------------------------------------------------------------
 
 

@@ -48,11 +48,6 @@ def test_packers_together_have_each_row_once_an_epoch(packers: int) -> None:
     assert Counter(found) == Counter(f"{shard}.{row}" for shard, size in enumerate(SHARDS) for row in range(size))
 
 
-def test_more_packers_than_shards_share_the_rows_of_each() -> None:
-    found = [where for packer in range(5) for where in rows(stream(packer, 5, sizes=(12, 13)), 4)]
-    assert len(set(found)) == len(found) == 20
-
-
 def test_epochs_differ_and_blocks_are_shuffled() -> None:
     of = stream(0, 1, block=8)
     first, second = rows(of, 24), rows(of, 24, 24)
