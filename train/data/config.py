@@ -98,7 +98,7 @@ class PackingConfig:
     def __post_init__(self) -> None:
         if self.rows * self.length > MOST_COLUMNS:
             raise UserError(
-                f"data.packing has rows {self.rows}, length {self.length}; make their product at most {MOST_COLUMNS}"
+                f"data.packing has rows {self.rows} and length {self.length}; make their product {MOST_COLUMNS} at most"
             )
 
 
