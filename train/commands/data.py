@@ -229,7 +229,7 @@ def _show_texts(collected: Collected) -> None:
         plain = counts.plain()
         spoken = collected.samples.get(f"{side} seconds")
         mean = f"{sum(spoken) / len(spoken):.2f}" if spoken else ""
-        if counts.texts:
+        if plain["texts"]:
             rows.append([f"{side}s", *(str(plain[name]) for name in TEXT_COLUMNS), mean])
     if rows:
         print_table("texts and their words", ("", *TEXT_COLUMNS.values(), "mean seconds"), rows)

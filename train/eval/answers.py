@@ -1,15 +1,13 @@
 """Asks every question once and scores its answer, one record each; streams some, for their times, and holds conversations.
 
 A record is plain data: `index` and `where` in the data, what was asked, expected, written and heard (by the ASR), and `scores`,
-the pairs of the measures (see `measures`). An item that cannot be asked has `broken`, the reason, instead; the others are not
-affected.
+the pairs of the measures (see `measures`). One that cannot be asked has `broken`, the reason, instead. Of a conversation, held
+in a session after the model's own answers, the record has `source` and `turns`, each with question, reference, response and
+`right`, whether the texts are equal.
 
 First audio and real-time factor are of questions that are streamed one by one, in the seconds of
 `omni.generate.results.Timings`: from the question's samples in hand to the first samples of the answer. The first question is
 streamed once more beforehand and not counted, since that includes what is done only once.
-
-Where all turns of a row are asked, one after another in a session that holds the model's own answers, the record has `source`
-and `turns`, each with question, reference, response and `right`, whether the texts are equal.
 
 Dimensions: S samples, A audio streams, F frames.
 """
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
@@ -39,7 +36,7 @@ from train.data.seeding import key
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item, read_item, scores_of
 from train.eval.journal import noting_broken, record_all
-from train.eval.measures import METRICS, metric_scores
+from train.eval.measures import MEASURES, metric_scores
 from train.eval.questions import Questions, RecordRow
 from train.scoring.asr import ASR, transcript
 from train.scoring.text import find_normaliser, text_errors
@@ -52,11 +49,6 @@ class EvalQuestion:
     index: int
     row: Row
     item: Item
-
-    @property
-    def seconds(self) -> float:
-        """Length of the spoken question."""
-        return len(self.item.question) / SAMPLE_RATE if isinstance(self.item.question, Tensor) else 0.0
 
 
 def make_question(lm: SpeechLM, task: Task, index: int, row: Row) -> EvalQuestion:
@@ -83,7 +75,7 @@ def answer_all(
     """Asks the questions that have no record yet, and appends their records to `file`."""
 
     def score(asked: list[EvalQuestion]) -> list[dict[str, Any]]:
-        answers = ask(lm, asked, config, sound=asr is not None or any(metric.sound for metric in METRICS.values()))
+        answers = ask(lm, asked, config, sound=asr is not None or any(measure.sound for measure in MEASURES.values()))
         pairs = zip(asked, answers, strict=True)
         return [judge(question, answer, task, config, asr, lm.codec) for question, answer in pairs]
 
@@ -111,19 +103,20 @@ def judge(
     codes."""
     row, item, normaliser = query.row, query.item, find_normaliser(config.normaliser)
     scores = scores_of(item if task.text else replace(item, text=None), answer, normaliser, row.language)
-    reference = None if item.text is None else normaliser(item.text)
-    heard = None
+    reference, heard = None if item.text is None else normaliser(item.text), None
+
+    def errors(wanted: str, transcribed: str) -> tuple[float, float]:
+        return text_errors(wanted, normaliser(transcribed), row.language)[1:]
+
     if asr is not None and task.audio:
         heard = transcript(asr, answer.audio, answer.sample_rate, row.language)
-        said = normaliser(heard)
         if reference is not None:
-            scores["speech_wer"] = text_errors(reference, said, row.language)[1:]
+            scores["speech_wer"] = errors(reference, heard)
             if item.codes is not None and codec is not None:
                 right = transcript(asr, codec.decode(item.codes), codec.sample_rate, row.language)
-                scores["ear_wer"] = text_errors(reference, normaliser(right), row.language)[1:]
+                scores["ear_wer"] = errors(reference, right)
         if task.text:
-            scores["speech_text_wer"] = text_errors(normaliser(answer.text), said, row.language)[1:]
-    scores |= metric_scores(item, answer, row)
+            scores["speech_text_wer"] = errors(normaliser(answer.text), heard)
     record: dict[str, Any] = {
         "id": row.id,
         "language": row.language,
@@ -133,8 +126,8 @@ def judge(
         "response": answer.text,
         "heard": heard,
         "ended": answer.ended,
-        "seconds": round(query.seconds, 3),
-        "scores": scores,
+        "seconds": 0.0 if isinstance(item.question, str) else round(len(item.question) / SAMPLE_RATE, 3),
+        "scores": scores | metric_scores(item, answer, row),
     }
     if isinstance(row, RecordRow):
         record["given"] = {name: value for name, value in row.fields.items() if not isinstance(value, bytes)}

@@ -39,20 +39,14 @@ def evaluate_delays(
     model: Path, data: Path, out: Path, config: EvalConfig, chunks: Sequence[int], progress: Progress = "auto"
 ) -> dict[int, Figures]:
     """Evaluates once for each length of a chunk, into `out/chunk-320` and the like; figures by milliseconds, 0 for whole
-    clips. UserError for a length that is given twice, or is none of the encoder's, before anything is asked."""
-    _by_length(read_config(model).encoder, chunks)
+    clips. UserError for a length that is none of the encoder's."""
+    for chunk in chunks:  # before anything is asked
+        read_config(model).encoder.with_chunk(chunk)
     by_chunk: dict[int, Figures] = {}
     for chunk in chunks:
         _, by_chunk[chunk] = evaluate(model, data, out / f"chunk-{chunk}", replace(config, chunk_ms=chunk), progress)
     write_delays(by_chunk, out)
     return by_chunk
-
-
-def _by_length(encoder: EncoderConfig, chunks: Sequence[int]) -> dict[int, EncoderConfig]:
-    """An encoder's settings with chunks of each length; UserError for one that is named twice, or is none of its."""
-    if len(set(chunks)) < len(chunks):
-        raise UserError(f"--chunks {','.join(map(str, chunks))} names a length twice; name each once")
-    return {chunk: encoder.with_chunk(chunk) for chunk in chunks}
 
 
 def write_delays(by_chunk: Mapping[int, Figures], out: Path) -> None:
@@ -112,7 +106,8 @@ def evaluate_distances(
     another shape than the teacher's, and where no recording can be heard.
     """
     stored = read_config(model).encoder
-    chosen = _by_length(stored, chunks or [(stored.chunk_samples or 0) * 1000 // SAMPLE_RATE])
+    chunks = chunks or [(stored.chunk_samples or 0) * 1000 // SAMPLE_RATE]
+    chosen = {chunk: stored.with_chunk(chunk) for chunk in chunks}
     recordings = Questions.spread(open_data(data, config.read), config.limit)
     student = load_folder(model, config.device, torch.float32).model.eval().encoder
     other = load_folder(teacher, config.device, torch.float32).model.encoder

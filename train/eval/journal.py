@@ -3,9 +3,8 @@
     run.json       what was started: model, data, task and the settings that answers depend on
     NAME.jsonl     one record per item, in order, appended batch by batch
 
-A start of something else in the same folder is refused. A half-written record at the end of a file is dropped when it is read;
-a start that goes on also drops the records of an unfinished batch, so that batches are the same as without the interruption,
-and so are the answers.
+A start of something else in the same folder is refused. A start that goes on drops a half-written record at the end of a file,
+and those of an unfinished batch, so that batches and answers are the same as without the interruption.
 """
 
 from __future__ import annotations
@@ -93,12 +92,8 @@ def record_all(
     score: Callable[[list[Q]], Iterable[Mapping[str, Any]]],
 ) -> None:
     """Appends records of the questions that have none yet, `config.batch` at a time: `index` and `where`, and `broken`, the
-    reason, of one that cannot be asked.
-
-    Args:
-        prepare: makes of a row what is asked, by its place in the data; ValueError or OSError where it cannot.
-        score: asks a batch of these, and gives the rest of each record.
-    """
+    reason, of one that cannot be asked. `prepare` makes of an index and a row what is asked, ValueError or OSError where it
+    cannot; `score` asks a batch of these, and gives the rest of each record."""
     done = resume(file, config.batch, len(questions))
     if done == len(questions):
         return
@@ -130,23 +125,12 @@ def noting_broken(record: dict[str, Any]) -> Iterator[None]:
         record["broken"] = " ".join(str(error).split())
 
 
-def read_records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file, without a half-written one at its end; none where there is no file.
-
-    UserError where records follow a broken one.
-    """
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file up to the first that is not whole; none where there is no file."""
     if not file.is_file():
-        return
+        return []
     with file.open("rb") as handle:
-        for number, line in enumerate(handle, 1):
-            record = _record(line)
-            if record is not None:
-                yield record
-            elif handle.read(1):
-                raise UserError(
-                    f"{file} line {number} is damaged: start the same evaluation again, which asks again from there, or name "
-                    "another folder"
-                )
+        return list(takewhile(lambda record: record is not None, map(_record, handle)))  # type: ignore[arg-type]
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -2,15 +2,13 @@
 
 A question's part in a figure is a pair (value, weight), and a figure is made of the pairs [N, 2] of N questions:
 
-    ratio        sum of the values over the sum of the weights
+    ratio        sum of the values over the sum of the weights, NaN where the weights sum to 0
     share        the same, shown in per cent (errors over words, right ones over all)
     perplexity   the exponential of that (nats over tokens)
     median       of the values
 
-Where the weights sum to 0 there is no ratio and no perplexity (NaN); resamples of that kind are left out of the interval.
-
-Intervals are by the bootstrap over questions (Efron 1979; percentiles 2.5 and 97.5 of `RESAMPLES` draws with a fixed seed).
-Where two models answered the same questions, both are drawn with the same indices (a paired comparison).
+Intervals are by the bootstrap over questions (Efron 1979; percentiles 2.5 and 97.5 of `RESAMPLES` draws with a fixed seed, NaN
+left out). Where two models answered the same questions, both are drawn with the same indices (a paired comparison).
 
 Dimensions: N questions, R resamples.
 """
@@ -20,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -40,21 +38,36 @@ RESAMPLES = 2000
 _CELLS = 4_000_000  # resampled indices that are held at a time
 
 
+Better = Literal["lower", "higher"]
+Kind = Literal["ratio", "share", "perplexity", "median"]
+
+
 @dataclass(frozen=True)
 class Measure:
-    """A figure: its title, unit, which values are better, how it is computed from its pairs (`kind`), and what it means."""
+    """A figure.
+
+    Attributes:
+        better: which values are better.
+        what: what it means.
+        kind: how it is computed from its pairs.
+        score: of a metric, the function that scores an answer: of the question with its references, the answer and the row of
+            the data, it returns value and weight (see above), or None where it says nothing of this answer.
+        sound: whether that function listens, so that the answer is decoded.
+    """
 
     title: str
-    better: Literal["lower", "higher"]
+    better: Better
     what: str
-    kind: Literal["ratio", "share", "perplexity", "median"] = "share"
+    kind: Kind = "share"
     unit: str = ""
+    score: Score | None = None
+    sound: bool = False
 
 
 MEASURES: Registry[Measure] = Registry(
     "measure",
     "better lower or higher, and one of ratio, share, perplexity and median",
-    lambda measure: measure.better in ("lower", "higher") and measure.kind in ("ratio", "share", "perplexity", "median"),
+    lambda measure: measure.better in get_args(Better) and measure.kind in get_args(Kind),
 )
 """Figures by name; `train.eval.measures.register_metric` adds some."""
 
@@ -197,30 +210,17 @@ def interval(name: str, figure: Figure) -> str:
     return " to ".join(dict.fromkeys((shown(name, figure.low), shown(name, figure.high))))
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A function that scores an answer: it takes the question with its references, the answer and the row of the data, and
-    returns value and weight (see above), or None where it says nothing of this answer. With `sound` the answer's is decoded."""
-
-    score: Score
-    sound: bool = False
-
-
-METRICS: Registry[Metric] = Registry("metric", "a function of item, answer and row", lambda metric: callable(metric.score))
-"""Metrics by name: an evaluation takes all of them."""
-
-
 def register_metric(
     name: str,
     *,
     what: str,
-    better: Literal["lower", "higher"],
-    kind: Literal["ratio", "share", "perplexity", "median"] = "ratio",
+    better: Better,
+    kind: Kind = "ratio",
     unit: str = "",
     title: str = "",
     sound: bool = False,
 ) -> Callable[[Score], Score]:
-    """A decorator for a metric's function (`Metric.score`); the other arguments as of `Measure`.
+    """A decorator for a metric's function (`Measure.score`); the other arguments as of `Measure`.
 
     @register_metric("length", what="words of the answer over words of the reference", better="higher")
     def length(item, answer, row):
@@ -228,8 +228,7 @@ def register_metric(
     """
 
     def add(score: Score) -> Score:
-        MEASURES.add(name, Measure(title or name, better, what, kind, unit))
-        METRICS.add(name, Metric(score, sound))
+        MEASURES.add(name, Measure(title or name, better, what, kind, unit, score, sound))
         return score
 
     return add
@@ -242,15 +241,15 @@ def metric_scores(item: Item, answer: Answer, row: Row) -> dict[str, tuple[float
         UserError: a metric failed, or returned no pair of numbers.
     """
     scores = {}
-    for name, metric in METRICS.items():
+    for name, measure in MEASURES.items():
         try:
-            pair = metric.score(item, answer, row)
+            pair = measure.score(item, answer, row) if measure.score is not None else None
             if pair is not None:
                 value, weight = (float(number) for number in pair)
                 if not (math.isfinite(value) and 0 <= weight < math.inf):
                     raise ValueError(f"it returned {pair}; value and weight must be numbers, the weight at least 0")
                 scores[name] = (value, weight)
         except (Exception, SystemExit) as error:
-            text = " ".join(str(error).split())
-            raise UserError(f"metric {name} failed at {row.where} with {type(error).__name__}: {text}") from error
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise UserError(f"metric {name} failed at {row.where} with {text}") from error
     return scores

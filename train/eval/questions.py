@@ -49,16 +49,12 @@ def voicebench_row(data: Mapping[str, Any], where: str, files: Files, options: R
     if named is not None and named not in data:
         raise UserError(f"has no column {named!r} for answer_text: its columns are {', '.join(data)}")
     names = [named] if named is not None else [name for name in REFERENCES if isinstance(data.get(name), str | int | float)]
-    turn = RowTurn(
-        question_text=text(data, "prompt"),
-        question_audio=files.sound(data.get("audio")),
-        answer_text=text(data, *names),
-    )
+    turn = RowTurn(text(data, "prompt"), files.sound(data.get("audio")), text(data, *names))
     if turn.question_audio is None:
         raise UserError("has no recording in its column 'audio': drop the row")
     name = next((str(data[n]) for n in ("id", "key", "index") if isinstance(data.get(n), str | int)), "")
     fields = {name: value for name, value in data.items() if name != "audio"}
-    return RecordRow((turn,), id=name, source="voicebench", language=options.language, where=where, fields=fields)
+    return RecordRow((turn,), id=name, source=VOICEBENCH.name, language=options.language, where=where, fields=fields)
 
 
 def readable(item: Row | Broken) -> Row | Broken:
@@ -99,11 +95,7 @@ def open_data(path: Path, options: ReaderOptions) -> OpenedSource:
 
 @dataclass(frozen=True)
 class Questions:
-    """Some or all items of a source.
-
-    Attributes:
-        chosen: indices of the items, ascending.
-    """
+    """Some or all items of a source, by their indices, ascending."""
 
     source: OpenedSource
     chosen: range | list[int]
@@ -138,10 +130,11 @@ class Questions:
 
 def choose_task(questions: Questions, lm: SpeechLM) -> Task:
     """The task of the questions where none is configured; UserError where no row can be asked."""
+    spoken = TASKS["A1A2" if lm.codec is not None else "A1T2"]
     if questions.source.format in ("librispeech", "common-voice"):
         return TASKS["A1T1"]
-    if questions.source.format == "voicebench":
-        return TASKS["A1A2" if lm.codec is not None else "A1T2"]
+    if questions.source.format == VOICEBENCH.name:
+        return spoken
     why = ""
     for _, item in questions.iterate():
         if isinstance(item, Broken):
@@ -150,24 +143,21 @@ def choose_task(questions: Questions, lm: SpeechLM) -> Task:
         turn = item.turns[0]
         if item.task:
             return find_task(item.task)
-        spoken, answered = turn.question_audio is not None, bool(turn.answer_text or turn.answer_codes or turn.answer_audio)
-        if not spoken:
+        if turn.question_audio is None:
             return TASKS["T1A2" if lm.codec is not None and not turn.answer_text else "T1T2"]
-        if not answered and turn.question_text:
-            return TASKS["A1T1"]
-        return TASKS["A1A2" if lm.codec is not None else "A1T2"]
+        answered = turn.answer_text or turn.answer_codes or turn.answer_audio
+        return TASKS["A1T1"] if turn.question_text and not answered else spoken
     raise UserError(f"no row of the data can be read, so nothing can be asked; the first: {why}")
 
 
 def fingerprint(path: Path) -> str:
     """A hash that identifies data: of the files' names and sizes, and of a single file also of its two ends (1 MiB each)."""
-    digest = hashlib.sha256()
-    files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-    for file in files:
-        digest.update(f"{file.relative_to(path) if path.is_dir() else file.name}\0{stored_size(file)}\0".encode())
-    if not path.is_dir():
+    digest, folder = hashlib.sha256(), path if path.is_dir() else path.parent
+    for file in sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]:
+        digest.update(f"{file.relative_to(folder)}\0{stored_size(file)}\0".encode())
+    if path.is_file():
         with path.open("rb") as handle:
-            digest.update(handle.read(_PIECE))
-            handle.seek(max(0, path.stat().st_size - _PIECE))
-            digest.update(handle.read(_PIECE))
+            for start in (0, max(0, path.stat().st_size - _PIECE)):
+                handle.seek(start)
+                digest.update(handle.read(_PIECE))
     return digest.hexdigest()[:16]

@@ -17,7 +17,7 @@ from omni.utils.charts import INK, drawn, markdown_table
 from train.console.progress import counted
 from train.eval.journal import AGAIN, RUN, read_records
 from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
-from train.scoring.text import explain
+from train.scoring.text import NORMALISERS
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
 OTHERS, AGAINST = "against_answers.jsonl", "against.jsonl"
@@ -51,7 +51,7 @@ class Run:
         if not (folder / RUN).is_file():
             raise UserError(f"{folder} holds no evaluation (it has no {RUN}); name the --out of one")
         files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE, OTHERS, AGAINST, TURNS)
-        return cls(folder, read_json(folder / RUN, AGAIN), {name: list(read_records(folder / name)) for name in files})
+        return cls(folder, read_json(folder / RUN, AGAIN), {name: read_records(folder / name) for name in files})
 
     @property
     def scored(self) -> list[Record]:
@@ -162,7 +162,7 @@ def _heading(run: Run) -> list[str]:
         "",
         f"- data: {started['format']}, {started['items']} questions: {run.answered} answered, {len(run.broken)} broken",
         f"- task: {started['task']}; answers are {drawing}",
-        f"- texts are compared after the normaliser {normaliser}: {explain(normaliser)}",
+        f"- texts are compared after the normaliser {normaliser}: {NORMALISERS[normaliser]}",
     ]
     if started.get("ear"):
         lines.append(f"- spoken answers were transcribed by {started['ear']}, whose own errors count too")
@@ -223,15 +223,14 @@ def figures_of_turns(records: Iterable[Record]) -> dict[tuple[str, int], Figure]
     for record in records:
         for number, turn in enumerate(record.get("turns", ()), 1):
             right.setdefault((record["source"], number), []).append((turn["right"], 1))
-    return {key: figure("exact_match", np.asarray(pairs, dtype=np.float64)) for key, pairs in sorted(right.items())}
+    return {key: figure("exact_match", np.array(pairs, dtype=np.float64)) for key, pairs in sorted(right.items())}
 
 
 def turn_table(run: Run) -> Table:
     """Columns and rows of a table of the turns; no rows where none were asked."""
-    name, figures = "exact_match", figures_of_turns(run.records.get(TURNS, ()))
-    rows = [
-        (source, str(turn), shown(name, f.value), interval(name, f), str(f.questions)) for (source, turn), f in figures.items()
-    ]
+    name, rows = "exact_match", []
+    for (source, turn), f in figures_of_turns(run.records.get(TURNS, ())).items():
+        rows.append((source, str(turn), shown(name, f.value), interval(name, f), str(f.questions)))
     return ("source", "turn", "exact match", "95 % interval", "questions"), rows
 
 
@@ -382,12 +381,6 @@ def compare(folder_a: Path, folder_b: Path) -> Comparison:
     """Compares two output folders over the questions that both answered; UserError where there are none."""
     a, b = Run.read(folder_a), Run.read(folder_b)
     of_a, of_b = ([r for r in run.records[ANSWERS] if "broken" not in r] for run in (a, b))
-    for run, answered in ((a, of_a), (b, of_b)):
-        if not answered:
-            raise UserError(
-                f"{run.folder / ANSWERS} has no whole record of an answer: it was cut, damaged or never written; evaluate "
-                "again, into the same folder"
-            )
     same = _matched(of_a, of_b)
     if not same:
         raise UserError(f"{folder_a} and {folder_b} have no answered question in common: compare two runs over the same data")
@@ -395,8 +388,6 @@ def compare(folder_a: Path, folder_b: Path) -> Comparison:
     for file in (ANSWERS, TIMINGS, TEXT):
         moved = [{**r, "index": same[r["index"]]} for r in b.records[file] if r["index"] in same]
         changes |= compared(a.records[file], moved)
-    if not changes:
-        raise UserError(f"{folder_a} and {folder_b} have no figure in common: evaluate both with the same task")
     return Comparison(a, b, changes, len(same), tuple(_notes(a, b, len(of_a), len(of_b), same)))
 
 

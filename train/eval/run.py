@@ -90,8 +90,9 @@ def evaluate(
 
 def _started(model: Path, data: Path, questions: Questions, task: Task, config: EvalConfig, asr: str | None) -> dict[str, Any]:
     """The model, data, task, settings and plug-ins' metrics that identify this evaluation."""
-    from train.eval.measures import METRICS
+    from train.eval.measures import MEASURES
 
+    metrics = [name for name, measure in MEASURES.items() if measure.score is not None]
     against = Path(config.against) if config.against is not None else None
     named = {} if against is None else {"against": str(against), "against_hash": model_hash(against)}
     return named | {
@@ -104,7 +105,7 @@ def _started(model: Path, data: Path, questions: Questions, task: Task, config: 
         "task": task.name,
         "ear": asr,
         "device": config.device,
-        "settings": config.deciding() | ({"metrics": list(METRICS)} if METRICS else {}),
+        "settings": config.deciding() | ({"metrics": metrics} if metrics else {}),
         "text_before": config.text_before,
         "text_before_hash": None if config.text_before is None else fingerprint(Path(config.text_before)),
     }

@@ -96,20 +96,20 @@ class HubPush:
 
     at: HubAddress
     model: Path
-    files: tuple[tuple[str, Path | bytes], ...]
+    files: dict[str, Path | bytes]
     card: str
     left_out: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """The card; "" where it is the hub's."""
-        data = dict(self.files).get(CARD, b"")
+        data = self.files.get(CARD, b"")
         return data.decode("utf-8", "replace") if isinstance(data, bytes) else ""
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes by file."""
-        return {name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files}
+        return {name: len(data) if isinstance(data, bytes) else data.stat().st_size for name, data in self.files.items()}
 
     def lines(self) -> list[str]:
         """The files, with their bytes."""
@@ -146,15 +146,13 @@ def hub_address(text: str) -> HubAddress:
 def collect_files(
     model: Path, at: HubAddress, data: ModelCardData, reports: Sequence[Path] = (), run: Path | None = None
 ) -> HubPush:
-    """What is to be uploaded of a model folder, which is checked as a whole.
+    """What is to be uploaded of a model folder, which is checked as a whole; UserError where it is damaged, has files that
+    could run code, or its card cannot be written.
 
     Args:
         data: license and languages for the card; without a license only where the folder has a card of its own, which is kept.
         reports: output folders of `eval`, for the card.
         run: folder of the run that made it; by default the folder that it is in, where that is one.
-
-    Raises:
-        UserError: the folder is damaged, has files that could run code, or the card cannot be written.
     """
     names = listed_names(model)
     bad = [name for name in names if not name.endswith(KINDS)]
@@ -182,20 +180,16 @@ def collect_files(
         text = write_card(model, at.address, data, reports, run, list(adapters)).encode()
     known = {*names, CONFIG, CARD}
     left = sorted(name for p in model.rglob("*") if p.is_file() and (name := p.relative_to(model).as_posix()) not in known)
-    files: list[tuple[str, Path | bytes]] = [(CARD, text)]
-    files += [(name, model / name) for name in sorted(names, key=lambda name: (name != WEIGHTS, name))]
-    files.append((CONFIG, model / CONFIG))
-    return HubPush(at, model, tuple(files), card, tuple(left))
+    ordered = [*sorted(names, key=lambda name: (name != WEIGHTS, name)), CONFIG]
+    return HubPush(at, model, {CARD: text} | {name: model / name for name in ordered}, card, tuple(left))
 
 
 def push(upload: HubPush, private: bool, message: str, say: Callable[[str], None]) -> str:
-    """Upload; returns the page of the commit.
+    """Upload; returns the page of the commit. UserError where there is no token, it is not allowed, or goes on failing; or
+    `private` is asked for and it is public.
 
     A repository that is not there is made: public, as by `hf upload`, unless `private` or the organisation's settings say
     otherwise. Nothing is deleted there. `say` is told what is uploaded, and where, before it begins.
-
-    Raises:
-        UserError: there is no token, it is not allowed, or goes on failing; or `private` is asked for and it is public.
     """
     at = upload.at
     user = hub.account(at)
@@ -207,7 +201,7 @@ def push(upload: HubPush, private: bool, message: str, say: Callable[[str], None
         with suppress(hub.MissingError):  # a branch that is not there yet
             card = hub.read_card(at)
     if card is not None and f"{card.rstrip()}\n" != _marked(card.rpartition(MARK)[0]):
-        files = tuple(file for file in upload.files if file[0] != CARD)
+        files = {name: data for name, data in upload.files.items() if name != CARD}
         upload = replace(upload, files=files, card="the one at the hub, which was edited there, is kept")
     if upload.text:
         hub.check_card(at, upload.text)
@@ -223,7 +217,7 @@ def push(upload: HubPush, private: bool, message: str, say: Callable[[str], None
     say("\n".join(upload.lines()))
     started = time.monotonic()
     hub.create_branch(at)
-    page = hub.upload(at, upload.files, message)
+    page = hub.upload(at, list(upload.files.items()), message)
     say(f"done in {duration(time.monotonic() - started)}: {page}")
     return page
 
@@ -239,16 +233,8 @@ def _marked(body: str) -> str:
 def write_card(
     model: Path, address: str, data: ModelCardData, reports: Sequence[Path], run: Path | None, adapters: Sequence[str]
 ) -> str:
-    """The text of a model's card.
-
-    Args:
-        address: where the model will be.
-        data: license and languages, as the user gives them; the rest is filled in.
-        reports: output folders of `eval`.
-
-    Raises:
-        UserError: the run's configuration, or a report, cannot be read, or is of another model.
-    """
+    """The text of the card of a model that will be at `address`, whose `data` is license and languages: the rest is filled in.
+    UserError where the run's configuration, or a report of `eval`, cannot be read, or is of another model."""
     settings: Any = read_yaml(run / RUN_CONFIG) if run is not None else {}
     checkpoint = newest(run / CHECKPOINTS) if run is not None else None
     state: Mapping[str, Any] = read_state(checkpoint) if checkpoint is not None else {}

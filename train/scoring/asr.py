@@ -1,10 +1,8 @@
 """Recognises what recordings say: transcripts by Whisper or pocketsphinx, and the nearest of some reference recordings.
 
 Whisper's weights are read from OpenAI's `.pt` file or a Hugging Face folder; both run in `openai-whisper`, greedily and without
-its fallbacks, so that a recording always has the same transcript. Texts are compared after Whisper's own normaliser
-(`whisper.normalizers`, Radford et al. 2022, appendix C): the English one for `en`, which also writes numbers and spellings one
-way, the basic one for others, letter by letter where a script has no spaces.
-
+its fallbacks, so that a recording always has the same transcript. Texts are compared after Whisper's own normaliser (Radford et
+al. 2022, appendix C): the English one for `en`, the basic one for others, letter by letter where a script has no spaces.
 `nearest` compares sound with sound, without ASR: dynamic time warping (Sakoe and Chiba 1978) over log-mel frames.
 
 Dimensions: S samples.
@@ -15,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +27,6 @@ from omni.convert.lazy import Lazy
 from omni.errors import UserError
 from omni.files import read_json
 from train.scoring.text import Normaliser, by_characters, primary, word_errors
-
-WINDOW_POSITIONS = 1500
-"""Encoder frames of the 30 s window of Whisper's decoding."""
 
 _DIMENSIONS = {
     "n_mels": "num_mel_bins",
@@ -71,27 +65,14 @@ _RENAMED = (
 
 
 class WhisperASR:
-    """Transcribes recordings with a Whisper, greedily.
-
-    Args:
-        weights: OpenAI's `.pt` file, or a Hugging Face folder.
-
-    Raises:
-        UserError: the weights are no Whisper, damaged, or incomplete.
-    """
+    """Transcribes recordings with a Whisper, greedily: of OpenAI's `.pt` file, or a Hugging Face folder. UserError where its
+    weights are no Whisper, damaged, or incomplete."""
 
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         import whisper
 
         sizes, stored, names = (_huggingface if weights.is_dir() else _openai)(weights)
-        if sizes["n_audio_ctx"] != WINDOW_POSITIONS:
-            raise UserError(
-                f"{weights} has a window of {sizes['n_audio_ctx']} frames; Whisper's decoding needs {WINDOW_POSITIONS}"
-            )
-        try:
-            self.model = whisper.model.Whisper(whisper.model.ModelDimensions(**sizes))
-        except (AssertionError, RuntimeError, ZeroDivisionError) as error:
-            raise UserError(f"{weights}: its sizes make no Whisper ({' '.join(str(error).split())})") from error
+        self.model = whisper.model.Whisper(whisper.model.ModelDimensions(**sizes))
         shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         wanted = {name: names(name) for name in shapes}
         tensors = match(stored, wanted, shapes, weights, ignore=lambda name: name == "proj_out.weight")
@@ -100,7 +81,7 @@ class WhisperASR:
         self.name = f"whisper {weights.name}"
 
     def transcribe(self, audio: Tensor, sample_rate: int, language: str = "") -> str:
-        """See `ASR`; Whisper detects the language where it does not know `language`."""
+        """Transcribe a recording [S], "" for silence; Whisper detects the language where it does not know `language`."""
         import whisper
 
         spoken = primary(language) if primary(language) in whisper.tokenizer.LANGUAGES else None
@@ -150,16 +131,10 @@ def _huggingface(path: Path) -> Stored:
 
 
 class Sphinx:
-    """Recognises sequences of the given words with pocketsphinx, by a grammar of one rule.
+    """Recognises sequences of at most `longest` of the given words with pocketsphinx, by a grammar of one rule. UserError for a
+    word that its dictionary lacks.
 
     pocketsphinx's adaptation to the sound's level is reset before every recording: results do not depend on earlier ones.
-
-    Args:
-        words: the words of the grammar, each any number of times.
-        longest: largest number of words in a sequence.
-
-    Raises:
-        UserError: a word that its dictionary lacks.
     """
 
     def __init__(self, words: Sequence[str], longest: int = 4) -> None:
@@ -190,13 +165,7 @@ class Sphinx:
         return "" if best is None else " ".join(w.split("(")[0] for w in best.hypstr.split())
 
 
-class ASR(Protocol):
-    """A speech recogniser."""
-
-    name: str
-
-    def transcribe(self, audio: Tensor, sample_rate: int, language: str) -> str:
-        """Transcribe a recording [S]; "" for silence."""
+ASR = WhisperASR | Sphinx
 
 
 def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) -> ASR | None:

@@ -19,36 +19,25 @@ NO_SPACES = ("zh", "yue", "wuu", "ja", "th", "lo", "my", "km", "bo", "dz")
 """Languages (BCP 47) written without spaces between words: their errors are counted by characters."""
 
 
-def _whisper(name: str) -> Normaliser:
-    from whisper import normalizers
-
-    return getattr(normalizers, name)()  # type: ignore[no-any-return]
-
-
-_NORMALISERS: dict[str, tuple[Callable[[], Normaliser], str]] = {
-    "basic": (lambda: normalise, "NFKC, case folded, punctuation dropped but for apostrophes within words, single spaces"),
-    "whisper-basic": (
-        lambda: _whisper("BasicTextNormalizer"),
-        "openai-whisper's BasicTextNormalizer: lower case, no symbols, nothing in brackets, spaces for vowel signs",
-    ),
-    "whisper-english": (
-        lambda: _whisper("EnglishTextNormalizer"),
-        "openai-whisper's EnglishTextNormalizer: also contractions, numbers and British spelling made alike",
-    ),
+NORMALISERS = {
+    "basic": "NFKC, case folded, punctuation dropped but for apostrophes within words, single spaces",
+    "whisper-basic": "openai-whisper's BasicTextNormalizer: lower case, no symbols, nothing in brackets, spaces for vowel "
+    "signs",
+    "whisper-english": "openai-whisper's EnglishTextNormalizer: also contractions, numbers and British spelling made alike",
 }
+"""Normalisers by name, described for a report."""
 
 
 @functools.lru_cache
 def find_normaliser(name: str) -> Normaliser:
     """The normaliser of that name; UserError where there is none."""
-    if name not in _NORMALISERS:
-        raise UserError(f"normaliser {name!r} is unknown; known: {', '.join(_NORMALISERS)}")
-    return _NORMALISERS[name][0]()
+    if name not in NORMALISERS:
+        raise UserError(f"normaliser {name!r} is unknown; known: {', '.join(NORMALISERS)}")
+    if name == "basic":
+        return normalise
+    from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
-
-def explain(name: str) -> str:
-    """Describe a normaliser, for a report."""
-    return _NORMALISERS[name][1]
+    return BasicTextNormalizer() if name == "whisper-basic" else EnglishTextNormalizer()
 
 
 def primary(language: str) -> str:

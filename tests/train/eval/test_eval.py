@@ -316,10 +316,6 @@ def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys
         handle.write('{"index": 99, "whe')
     assert run("--compare", a, b, "--out", tmp_path / "torn") == 0
     assert (tmp_path / "torn" / "compare.json").read_bytes() == (out / "compare.json").read_bytes()
-    with (b / "answers.jsonl").open("a") as handle:
-        handle.write("\n{}\n")
-    with pytest.raises(UserError, match=r"answers.jsonl line 6 is damaged: start the same evaluation again"):
-        run("--compare", a, b)
     assert run("--compare", a, a, "--out", tmp_path / "same") == 0
     same = json.loads((tmp_path / "same" / "compare.json").read_text())["changes"]
     assert all(c["difference"]["low"] == c["difference"]["high"] == 0 for c in same.values())

@@ -7,11 +7,13 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO
+
+from pydantic import PositiveFloat
 
 from omni.errors import UserError
 from omni.tasks import TASKS, find_task
-from omni.utils.configuration import Share, configuration
+from omni.utils.configuration import Share, configuration, span
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, Measured, digest, measure, text_digest
 from train.data.rows.row import Row, RowTurn, Sound
 from train.scoring.text import primary
@@ -62,12 +64,7 @@ KINDS: dict[str, FindingKind] = {
 
 @dataclass
 class Findings:
-    """Counts of findings by kind, and the first few of each.
-
-    Args:
-        examples: number of findings of each kind that are kept.
-        stream: gets each finding as a line of JSON; None for none.
-    """
+    """Counts of findings by kind, and the first `examples` of each; `stream` gets all as lines of JSON."""
 
     examples: int = 5
     stream: TextIO | None = None
@@ -131,11 +128,7 @@ class Bounds:
 
     max_silence: Share = 0.9
     max_clipping: Share = 0.001
-    chars_per_second: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.chars_per_second is not None and not 0 < self.chars_per_second[0] < self.chars_per_second[1]:
-            raise UserError(f"chars_per_second is {list(self.chars_per_second)}; give the lowest rate and the highest, above 0")
+    chars_per_second: Annotated[tuple[PositiveFloat, PositiveFloat] | None, span()] = None
 
     def rates(self, language: str) -> tuple[float, float]:
         """Lowest and highest speech rate of a language, in characters a second."""

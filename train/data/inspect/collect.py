@@ -41,11 +41,6 @@ class TextCounts:
         self.words = 0
         self._texts, self._distinct = array("Q"), set[str]()
 
-    @property
-    def texts(self) -> int:
-        """Number of texts."""
-        return len(self._texts)
-
     def add(self, text: str) -> None:
         """Count a text."""
         words = _WORD.findall(text.lower())
@@ -65,7 +60,7 @@ class TextCounts:
         texts = len(np.unique(np.array(self._texts, np.uint64)))
         counts = {"distinct_texts": texts, "distinct_words": len(self._distinct)}
         listed = sorted(self._distinct) if len(self._distinct) <= NAMED else []
-        return {"texts": self.texts, "words": self.words, **counts, "vocabulary": listed}
+        return {"texts": len(self._texts), "words": self.words, **counts, "vocabulary": listed}
 
 
 FIELDS = ("source", "language", "speaker", "task")

@@ -164,7 +164,7 @@ class JudgedRow:
 
     Attributes:
         item: its number as `row`, `where`, and its `id`, or the `count` of rows that cannot be read: for the log.
-        reasons: of the rules that need no other row, but `max_wer`: it is dropped.
+        reasons, heard: why it is dropped, by all rules but `max_wer`, and by that one.
         digests: by rule of `drop_duplicates`, by which it is a duplicate.
         tally: its counts, where it is kept.
     """

@@ -14,7 +14,6 @@ from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
 from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, measure
 from train.data.inspect.scan import Scan, Target
-from train.data.rows.files import one_line
 from train.data.rows.row import Row, Sound
 
 if TYPE_CHECKING:
@@ -109,12 +108,7 @@ def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, colu
     chosen = _task(row, task)
     codec = _codec(row, target, codecs) if chosen.audio else None
     maker = ExampleMaker(target.config, target.tokenizer, codec)
-    try:
-        example = maker.make(0, Prepared(row), [chosen.name] * len(row.turns))
-    except UserError:
-        raise
-    except (ValueError, OSError) as error:  # the recording's path is not valid
-        raise UserError(f"{row.where} cannot be drawn, its recording has no such path: {one_line(error)[:200]}") from error
+    example = maker.make(0, Prepared(row), [chosen.name] * len(row.turns))
     heard = sum(-(-clip.frames // target.config.projector.stack) for clip in example.clips)
     title = f"as {chosen.name}: {len(example.columns)} time steps, {heard} of them with features"
     context = target.config.decoder.context
