@@ -302,17 +302,17 @@ def read_question(path: str) -> np.ndarray:
     """Samples [S] of a sound file, int16 at 24 kHz; UserError where it is none."""
     from omni.audio.io import read_audio
 
-    return _pcm16(read_audio(path, RATE, max_seconds=60).numpy())
+    return pcm16(read_audio(path, RATE, max_seconds=60).numpy())
 
 
 def made_question(seconds: float = 1.2) -> np.ndarray:
     """A buzz in syllables, [S] int16 at 24 kHz: sound to answer, which nothing needs to take for speech."""
     time = np.arange(round(seconds * RATE)) / RATE
     buzz = sum(np.sin(2 * np.pi * 140 * n * time) / n for n in range(1, 20))
-    return _pcm16(0.1 * buzz * np.sin(np.pi * 4 * time) ** 2)
+    return pcm16(0.1 * buzz * np.sin(np.pi * 4 * time) ** 2)
 
 
-def _pcm16(samples: np.ndarray) -> np.ndarray:
+def pcm16(samples: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(samples * 32767), -32768, 32767).astype("<i2")
 
 

@@ -13,15 +13,16 @@ import math
 import re
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from infer.pcm import PCM_RATE, Resampler, decode, encode
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import LONGEST_TEXT, Configuration, SoundFormat, Voices
 from infer.serve.realtime.playback import Outlet
-from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
+from infer.serve.realtime.protocol import Event, Id, ProtocolError, filled, first_mistake, new_id
 from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import Metrics, SessionLog
 from infer.turns.vad import VoiceActivity
@@ -38,10 +39,12 @@ CONTENT = {
 OLD_NAMES = {"text": "output_text", "audio": "output_audio"}
 """Names that content of assistants had before, which clients still send."""
 
-HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which no text can have that a model reads
 DATA_URL = re.compile(r"\s*data:[^,]{0,200},", re.IGNORECASE)  # what comes before the base64 of a data URL
 
-KINDS = ("message", "function_call", "function_call_output")
+NEEDED = {"message": ("role", "content"), "function_call": ("name", "arguments"), "function_call_output": ("call_id", "output")}
+"""Fields of items, by their types."""
+
+Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 
 LONGEST_ITEM_SECONDS = 300.0
 """Seconds of one item's sound; each part of it is a question, and may be as long as the model takes."""
@@ -107,65 +110,70 @@ def in_format(sound: np.ndarray, form: SoundFormat) -> bytes:
     return encode(np.concatenate([rate.push(sound.astype(np.float32) / 32768), rate.finish()]), form.type)
 
 
-def read_item(values: Event, longest: float, param: str = "item") -> ConversationItem:
+class ClientPart(BaseModel):
+    """A part of a message as a client gives it."""
+
+    type: str
+    text: Text | None = None
+    transcript: Text | None = None
+    audio: Any = None
+
+
+class ClientItem(BaseModel):
+    """An item as a client gives it."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    id: Id | None = None
+    status: Any = None
+    role: Literal["user", "assistant", "system"] | None = None
+    content: Annotated[list[ClientPart], Field(min_length=1)] | None = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Text | None = None
+    output: Text | None = None
+
+
+def read_item(values: Any, longest: float, param: str = "item") -> ConversationItem:
     """Read an item of a client; ProtocolError for an unknown type or role, content that does not fit it, no base64, or a
     question of more than the longest seconds."""
-    if not isinstance(values, dict):
-        raise ProtocolError(f"{param} is a {type(values).__name__}; give an object", param=param)
-    item_type = values.get("type", "message")
-    if item_type not in KINDS:
-        raise ProtocolError(
-            f"{param}.type {repr(item_type)[:60]} is not known here; use one of {', '.join(KINDS)}", param=f"{param}.type"
-        )
-    item_id = values.get("id")
-    if item_id is not None and (not isinstance(item_id, str) or not 0 < len(item_id) <= 512):
-        raise ProtocolError(f"{param}.id must be a text of 1 to 512 characters", param=f"{param}.id")
-    status = "incomplete" if values.get("status") == "incomplete" else "completed"
-    item = ConversationItem(item_type, id=item_id or new_id("item"), status=status)
-    if item_type != "message":
-        for name in ("call_id", "name", "arguments") if item_type == "function_call" else ("call_id", "output"):
-            item.values[name] = _text(
-                values.get(name), f"{param}.{name}", optional=name == "call_id" and item_type == "function_call"
-            )
+    try:
+        client_item = ClientItem.model_validate(values)
+    except ValidationError as error:
+        raise ProtocolError(*first_mistake(error, values, param)) from None
+    fields = client_item.model_dump(exclude_none=True)
+    if missing := [f"{param}.{name}" for name in NEEDED[client_item.type] if name not in fields]:
+        raise ProtocolError(f"{missing[0]} is missing", "missing_required_parameter", missing[0])
+    status = "incomplete" if client_item.status == "incomplete" else "completed"
+    item = ConversationItem(client_item.type, id=client_item.id or new_id("item"), status=status)
+    if client_item.type != "message" or client_item.role is None or client_item.content is None:
+        item.values = {name: fields[name] for name in ("call_id", *NEEDED[client_item.type]) if name in fields}
         return item
-    role = values.get("role")
-    if not isinstance(role, str) or role not in CONTENT:
-        raise ProtocolError(f"{param}.role {repr(role)[:60]}: use one of {', '.join(CONTENT)}", param=f"{param}.role")
-    content = values.get("content")
-    if not isinstance(content, list) or not content:
-        raise ProtocolError(f"{param}.content must be a list of one part or more", param=f"{param}.content")
-    item.role = role
-    item.content = [_part(part, role, longest, f"{param}.content.{number}") for number, part in enumerate(content)]
+    item.role = client_item.role
+    item.content = [
+        _part(part, client_item.role, longest, f"{param}.content.{number}") for number, part in enumerate(client_item.content)
+    ]
     if item.seconds > LONGEST_ITEM_SECONDS:
-        raise ProtocolError(
-            f"{param} has {item.seconds:.0f} s of sound; at most {LONGEST_ITEM_SECONDS:g} s are taken", param=param
-        )
+        message = f"{param} has {item.seconds:.0f} s of sound; at most {LONGEST_ITEM_SECONDS:g} s are taken"
+        raise ProtocolError(message, param=param)
     return item
 
 
-def _part(values: Any, role: str, longest: float, param: str) -> ContentPart:
-    if not isinstance(values, dict):
-        raise ProtocolError(f"{param} is a {type(values).__name__}; give an object with a type", param=param)
-    part_type = values.get("type")
-    if role == "assistant":
-        part_type = OLD_NAMES.get(str(part_type), part_type)
+def _part(part: ClientPart, role: str, longest: float, param: str) -> ContentPart:
+    part_type = OLD_NAMES.get(part.type, part.type) if role == "assistant" else part.type
     if part_type not in CONTENT[role]:
-        raise ProtocolError(
-            f"{param}.type {repr(values.get('type'))[:60]} does not fit the role {role!r}; use {', '.join(CONTENT[role])}",
-            param=f"{param}.type",
-        )
+        message = f"{param}.type {part.type[:60]!r} does not fit the role {role!r}; use {', '.join(CONTENT[role])}"
+        raise ProtocolError(message, param=f"{param}.type")
     if part_type in ("input_text", "output_text"):
-        return ContentPart(part_type, _text(values.get("text"), f"{param}.text"))
-    transcript = _text(values.get("transcript"), f"{param}.transcript", optional=True)
+        if part.text is None:
+            raise ProtocolError(f"{param}.text is missing", "missing_required_parameter", f"{param}.text")
+        return ContentPart(part_type, part.text)
     if part_type == "output_audio":
-        return ContentPart(part_type, transcript or "")
-    sound = from_base64(values.get("audio"), f"{param}.audio")
-    if len(sound) % 2:
-        raise ProtocolError(f"{param}.audio has {len(sound)} bytes; a sample of audio/pcm takes two", param=f"{param}.audio")
-    if not sound:
-        raise ProtocolError(f"{param}.audio has no samples; leave it out, or send sound", param=f"{param}.audio")
-    check_length(len(sound) / 2, longest, f"{param}.audio", "send it in pieces", f"{param}.audio")
-    return ContentPart(part_type, transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
+        return ContentPart(part_type, part.transcript or "")
+    sound, param = from_base64(part.audio, f"{param}.audio"), f"{param}.audio"
+    if not sound or len(sound) % 2:
+        raise ProtocolError(f"{param} has {len(sound)} bytes; send samples of audio/pcm, of two bytes each", param=param)
+    check_length(len(sound) / 2, longest, param, "send it in pieces", param)
+    return ContentPart(part_type, part.transcript, (decode(sound, "audio/pcm") * 32768).astype(np.int16))
 
 
 def check_length(samples: float, longest: float, name: str, way: str, param: str) -> None:
@@ -187,23 +195,6 @@ def from_base64(value: Any, param: str) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ProtocolError(f"{param} is no base64 ({error})", "invalid_base64", param) from None
-
-
-def _text(value: Any, param: str, optional: bool = False) -> Any:
-    if value is None and optional:
-        return None
-    if not isinstance(value, str):
-        raise ProtocolError(
-            f"{param} must be a text", "missing_required_parameter" if value is None else "invalid_value", param
-        )
-    if len(value) > LONGEST_TEXT:
-        raise ProtocolError(f"{param} has {len(value):,} characters; at most {LONGEST_TEXT:,} are taken", param=param)
-    half = HALF.search(value)
-    if half:
-        raise ProtocolError(
-            f"character {half.start()} of {param} is {half[0]!a}, half of a surrogate pair; send whole characters", param=param
-        )
-    return value
 
 
 class Items:

@@ -120,18 +120,6 @@ def test_a_long_conversation_is_not_told_to_the_engine_again(talk: Any, monkeypa
     assert talk(body) == 1
 
 
-def test_a_cut_longer_than_the_answer_is_refused(talk: Any) -> None:
-    async def body(client: Client) -> None:
-        done = await client.ask("who?")
-        item = done["output"][0]["id"]
-        came = await client.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=60_000, event_id="e")
-        assert came[0]["error"]["param"] == "audio_end_ms" and came[0]["error"]["event_id"] == "e"
-        whole = client.session.items.find(item, "x").answer
-        assert not whole.cut or whole.codes.shape[1] > 3
-
-    talk(body)
-
-
 @pytest.mark.long
 def test_an_older_answer_is_cut_and_the_next_one_knows_it(talk: Any, lm: Any) -> None:
     async def body(client: Client) -> None:

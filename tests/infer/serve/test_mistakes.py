@@ -74,9 +74,9 @@ def test_sound_that_is_too_long_for_a_turn_of_the_server_is_cut(talk: Any, lm: S
 
 BAD_ITEMS = {
     "long": (spoken(pcm(np.zeros(31 * 24_000))), "audio", "31.0 s"),
-    "empty": (spoken(""), "audio", "no samples"),
-    "surrogate": (written("a \ud800"), "text", "surrogate"),
-    "assistant's": (written("\udfff", "assistant", "output_text"), "text", "surrogate"),
+    "empty": (spoken(""), "audio", "has 0 bytes"),
+    "surrogate": (written("a \ud800"), "text", "unicode"),
+    "assistant's": (written("\udfff", "assistant", "output_text"), "text", "unicode"),
 }
 
 
