@@ -60,6 +60,7 @@ FAMILIES = {
 }
 """Families by `model_type`; Qwen2.5's is qwen2, Llama 3.x's llama."""
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 WINDOW, FULL_LAYERS = 4096, 28  # transformers' defaults of `sliding_window` and `max_window_layers`
 
 EMBEDDING, HEAD = "decoder.text_embedding.weight", "decoder.text_head.weight"
@@ -181,38 +182,26 @@ def _window(settings: Mapping[str, Any], family: Family, where: Path | str) -> i
         raise UserError(f"{where}: use_sliding_window is {asked!r}; it must be true or false; fetch the file again")
     if family.windows == "never" or (family.windows == "asked" and not asked):
         return None
-    settings = {"sliding_window": WINDOW, **settings}
+    settings = {"sliding_window": WINDOW, "max_window_layers": FULL_LAYERS, **settings}
     if settings["sliding_window"] is None:
         return None
-    window = whole_number(settings, "sliding_window", where)
-    types = _layer_types(settings, family, where)
-    if len(set(types)) > 1:
-        slide = types.count(_SLIDING)
-        raise UserError(
-            f"{where}: some layers have a sliding window and some none ({slide} of {len(types)} have it: max_window_layers, "
-            "layer_types); that is not known here"
-        )
-    return window if types[0] == _SLIDING else None
-
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-def _layer_types(settings: Mapping[str, Any], family: Family, where: Path | str) -> list[str]:
-    """Kind of attention of each layer, in a model that has a window."""
-    layers = whole_number(settings, "num_hidden_layers", where)
+    window, layers = (whole_number(settings, key, where) for key in ("sliding_window", "num_hidden_layers"))
     types = settings.get("layer_types")
-    if types is None and family.windows == "always":
-        return [_SLIDING] * layers
     if types is None:
-        first = min(whole_number({"max_window_layers": FULL_LAYERS, **settings}, "max_window_layers", where, least=0), layers)
-        return [_FULL] * first + [_SLIDING] * (layers - first)
+        full = 0 if family.windows == "always" else min(whole_number(settings, "max_window_layers", where, least=0), layers)
+        types = [_FULL] * full + [_SLIDING] * (layers - full)
     if not isinstance(types, list) or len(types) != layers or any(layer_type not in (_FULL, _SLIDING) for layer_type in types):
         raise UserError(
             f"{where}: layer_types is {types!r}; it must list {_FULL} or {_SLIDING} for each of the {layers} layers; fetch the "
             "file again"
         )
-    return types
+    slide = types.count(_SLIDING)
+    if 0 < slide < layers:
+        raise UserError(
+            f"{where}: some layers have a sliding window and some none ({slide} of {layers} have it: max_window_layers, "
+            "layer_types); that is not known here"
+        )
+    return window if slide else None
 
 
 _RENAMED = (

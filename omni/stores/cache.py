@@ -91,7 +91,9 @@ class StoreCache:
             return self._recent.get(key)
         if zlib.crc32(data[:-CHECKSUM]).to_bytes(CHECKSUM, "little") != data[-CHECKSUM:]:
             return None
-        _touch(path)
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > TOUCHED:
+                os.utime(path)
         return data[:-CHECKSUM]
 
     def write_block(self, key: str, data: bytes) -> None:
@@ -260,12 +262,6 @@ def _delete(path: Path) -> bool:
         return True
     finally:
         os.close(handle)
-
-
-def _touch(path: Path) -> None:
-    with suppress(OSError):
-        if time.time() - path.stat().st_mtime > TOUCHED:
-            os.utime(path)
 
 
 @lru_cache(maxsize=8)

@@ -96,7 +96,7 @@ def mistake(error: ValidationError, config_type: Any, data: Any, where: Callable
         in_list = any(isinstance(part, int) for part in parts)
         return UserError(f"{where(path)}{path}: {own}" if in_list else str(own))
     same = [problem for problem in problems if _walk(data, problem["loc"])[0] == parts]
-    allowed = [_allowed(problem) for problem in same] + ["null"] * is_optional(hint_at(config_type, parts))
+    allowed = [_allowed(problem) for problem in same] + ["null"] * (type(None) in typing.get_args(hint_at(config_type, parts)))
     said = ", or ".join(dict.fromkeys(allowed))
     near = meant(str(value), [str(choice) for problem in same for choice in re.findall(r"'([^']+)'", problem["msg"])])
     return UserError(f"{where(path)}{path} is {value!r:.80}; {said if own else f'it must be {said}'}{near and f'; {near}'}")
@@ -106,12 +106,9 @@ def _allowed(problem: Any) -> str:
     """What pydantic takes instead of a value, in words of YAML."""
     text = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     text = re.sub(r", (unable|got) .*|a dictionary or an instance of .*|a valid dictionary", "", text) or "a mapping of keys"
-    return (
-        text.replace("valid integer", "whole number")
-        .replace("valid ", "")
-        .replace("tuple", "list")
-        .replace("a string", "a text")
-    )
+    for theirs, ours in (("valid integer", "whole number"), ("valid ", ""), ("tuple", "list"), ("a string", "a text")):
+        text = text.replace(theirs, ours)
+    return text
 
 
 def _walk(data: Any, loc: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -130,11 +127,6 @@ def inner(hint: Any) -> Any:
     """`X` of `X | None`."""
     rest = [part for part in typing.get_args(hint) if part is not type(None)]
     return rest[0] if len(rest) == 1 and typing.get_origin(hint) in (Union, types.UnionType) else hint
-
-
-def is_optional(hint: Any) -> bool:
-    """Whether None is allowed."""
-    return type(None) in typing.get_args(hint)
 
 
 def hint_at(config_type: Any, parts: Sequence[Any]) -> Any:

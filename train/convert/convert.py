@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from omni.checkpoint.tensors import FileStamp
 from omni.codec.registry import CODECS, check_codec_name
 from omni.config import ModelConfig, ProjectorConfig
@@ -14,11 +16,11 @@ from omni.convert import huggingface, mini_omni, parts
 from omni.convert import omni_folder as streamed
 from omni.convert.contract import CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.grow import Growth, grow, with_encoder
-from omni.convert.lazy import FLOATS, WriteCallback, cast, type_name
+from omni.convert.lazy import WriteCallback, cast
 from omni.convert.parts import read_whisper, recognise_whisper, write_codec
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
-from omni.files import read_json, real_place
+from omni.files import real_place
 from omni.layout import Layout
 from omni.lora import peft
 from omni.utils.remote import check_there
@@ -70,9 +72,6 @@ def kind_of(path: Path) -> str:
             return name
     refuse_file(path)
     kinds = "; ".join(f"{name}: {label}" for name, label in KINDS.items())
-    config = path / "config.json"
-    if config.is_file() and "model_type" not in read_json(config):
-        raise UserError(f"{config} has no model_type, by which a model is known; fetch it again, or add it")
     raise UserError(f"{path} is not recognised; name what it is with --kind ({kinds})")
 
 
@@ -97,9 +96,6 @@ def check_in_place(source: Path, target: Path, from_format: str, becomes: str = 
         loses = FORMATS[becomes].loses
         raise UserError(f"{target} is SOURCE too: as {KINDS[becomes]} it would lose {loses}; give another TARGET")
     raise UserError(f"{target} is SOURCE too: {KINDS[from_format]}, whose own files would be lost; give another TARGET")
-
-
-DTYPES = {type_name(dtype): dtype for dtype in FLOATS}
 
 
 def convert(source: Path, target: Path, options: ConvertOptions, bar: Bar | None = None) -> tuple[str, dict[str, FileStamp]]:
@@ -163,7 +159,7 @@ def convert_adapter(source: Path, target: Path, options: ConvertOptions) -> tupl
     check_options(options, ("dtype",), f"{source} is an adapter")
     adapter, theirs = peft.load_adapter(source), options.kind == "hf"
     if options.dtype is not None:
-        adapter = adapter.to(DTYPES[options.dtype])
+        adapter = adapter.to(getattr(torch, options.dtype))
     cut = theirs and peft.rows_left_out(adapter)
     if cut and source.resolve() == real_place(target):
         raise UserError(f"{target} is SOURCE too: under transformers' names it would lose {cut}; give another TARGET")
@@ -193,18 +189,17 @@ def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar 
     """Write a complete speech model as a model folder, with another encoder or the codec's weights where they are given."""
     own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode"), "omni": ("drop_ctc",)}.get(model.format, ())
     check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.path} is a whole speech model")
-    assert isinstance(model.config, ModelConfig)
     if options.encoder is not None and model.format != "mini-omni":  # a mini-omni got its encoder in `read_source`
         encoder = choose_encoder(options)
         if not isinstance(encoder, Foreign):
             raise UserError(f"--encoder {options.encoder}: {model.path} is a whole model; give a Whisper's file or folder")
         model = with_encoder(model, encoder)
-    assert isinstance(model.config, ModelConfig)
+    config = model.config
+    assert isinstance(config, ModelConfig)
     if options.drop_ctc:
         tensors = {name: tensor for name, tensor in model.tensors.items() if not name.startswith("alignment_head.")}
-        model = replace(model, tensors=tensors, config=replace(model.config, ctc=0, ctc_sounds=0))
-    assert isinstance(model.config, ModelConfig)
-    return streamed.write(_typed(model, options), target, bar, codec=codec_of(options, model.config.codec))
+        model = replace(model, tensors=tensors, config=replace(config, ctc=0, ctc_sounds=0))
+    return streamed.write(_typed(model, options), target, bar, codec=codec_of(options, config.codec))
 
 
 def codec_of(options: ConvertOptions, codec: str) -> Foreign | None:
@@ -222,7 +217,7 @@ def grow_speech_model(
 ) -> tuple[str, dict[str, FileStamp]]:
     """Grow a language model into a speech model and write its folder."""
     assert isinstance(text.config, TextConfig)
-    dtype = DTYPES[options.dtype] if options.dtype else one_dtype(text)
+    dtype = getattr(torch, options.dtype) if options.dtype else one_dtype(text)
     if options.keep_text:
         check_options(options, ("keep_text", "dtype", "seed", "tokenizer"), "--keep_text leaves sound aside")
         growth = Growth(
@@ -279,4 +274,4 @@ def choose_encoder(options: ConvertOptions) -> Foreign | WhisperConfig:
 
 def _typed(model: Foreign, options: ConvertOptions) -> Foreign:
     """The model with its weights cast to `--dtype`; as it is where none is given."""
-    return replace(model, tensors=cast(model.tensors, DTYPES[options.dtype])) if options.dtype else model
+    return replace(model, tensors=cast(model.tensors, getattr(torch, options.dtype))) if options.dtype else model

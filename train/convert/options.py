@@ -85,11 +85,12 @@ def check_options(options: ConvertOptions, allowed: tuple[str, ...], reason: str
             raise UserError(f"--{field.name} has no meaning here: {reason}; leave it out")
 
 
-def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
-    """Refuse a TARGET that holds other inputs, the working folder, or no model (UserError).
-
-    SOURCE and `into` may be replaced by the model that is made of them.
-    """
+def check(source: Path, target: Path, options: ConvertOptions) -> None:
+    """Check what can be checked without reading weights (UserError): the kind, SOURCE, and TARGET, which may not hold other
+    inputs, the working folder, or what is no model; SOURCE and `into` may be replaced by the model that is made of them."""
+    check_there(source, "model", f"{source} does not exist; give a model's file or folder")
+    if options.kind is not None and options.kind not in KINDS:
+        raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, KINDS)}")
     real_target = real_place(target)
     for name, path in _inputs(source, options).items():
         real_path = path.resolve() if path.exists() else None
@@ -114,19 +115,5 @@ def check_target(source: Path, target: Path, options: ConvertOptions) -> None:
 def _inputs(source: Path, options: ConvertOptions) -> dict[str, Path]:
     """Files and folders that the conversion reads, by the option that names them."""
     encoder = None if options.encoder is None or options.encoder in ENCODER_PRESETS else Path(options.encoder)
-    named = {
-        "into": options.into,
-        "lora": options.lora,
-        "encoder": encoder,
-        "codec_folder": options.codec_folder,
-        "tokenizer": options.tokenizer,
-    }
-    return {"SOURCE": source, **{name: path for name, path in named.items() if path is not None}}
-
-
-def check(source: Path, target: Path, options: ConvertOptions) -> None:
-    """Check everything that can be checked without reading weights: target, source, kind and dtype (UserError)."""
-    check_target(source, target, options)
-    check_there(source, "model", f"{source} does not exist; give a model's file or folder")
-    if options.kind is not None and options.kind not in KINDS:
-        raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, KINDS)}")
+    named = {"lora": options.lora, "encoder": encoder, "codec_folder": options.codec_folder, "tokenizer": options.tokenizer}
+    return {name: path for name, path in {"SOURCE": source, "into": options.into, **named}.items() if path is not None}
