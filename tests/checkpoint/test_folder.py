@@ -196,21 +196,6 @@ def test_other_places_are_refused(tmp_path):
         read_config(tmp_path)
 
 
-def test_a_full_disk_leaves_the_old_folder_and_nothing_else(saved, monkeypatch):
-    model, place = saved
-    before = {p.name: p.read_bytes() for p in place.iterdir()}
-
-    def full(tensors, file, **more):
-        file.write_bytes(b"some of it")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(module, "save_tensors", full)
-    with pytest.raises(UserError, match="free some space"):
-        save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
-    assert {p.name: p.read_bytes() for p in place.iterdir()} == before
-    assert sorted(p.name for p in place.parent.iterdir()) == ["model"]
-
-
 def test_a_tokenizer_that_does_not_fit_the_layout_is_refused(tmp_path):
     config = ModelConfig(
         Layout.build([8], 100, specials=5),
@@ -220,20 +205,6 @@ def test_a_tokenizer_that_does_not_fit_the_layout_is_refused(tmp_path):
     save_folder(tmp_path / "m", config, SpeechModel(config).state_dict(), Tokenizer.bytes())
     with pytest.raises(UserError, match="256 ids.*only 100"):
         load_folder(tmp_path / "m")
-
-
-def test_a_tokenizer_that_cannot_be_written_is_a_user_error(saved, monkeypatch):
-    model, place = saved
-    real = module.save_tensors
-
-    def in_the_way(tensors, file, **more):
-        real(tensors, file, **more)
-        (file.parent / TOKENIZER).mkdir()
-
-    monkeypatch.setattr(module, "save_tensors", in_the_way)
-    with pytest.raises(UserError, match="cannot be written .*tokenizer.json"):
-        save_folder(place, model.config, model.state_dict(), Tokenizer.bytes())
-    load_folder(place)
 
 
 def test_a_rename_that_fails_leaves_the_old_folder(saved, monkeypatch):

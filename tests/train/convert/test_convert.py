@@ -169,13 +169,6 @@ def test_a_whole_model_takes_a_codec_later(lm, tmp_path):
         run(tmp_path / "snac", tmp_path / "c", "--dtype", "float16")
 
 
-def test_weights_change_their_type(lm, tmp_path):
-    assert run(lm, tmp_path / "a", *GROW) == 0
-    assert run(tmp_path / "a", tmp_path / "b", "--kind", "omni", "--dtype", "bfloat16") == 0
-    a, b = (load_folder(tmp_path / name).model.state_dict() for name in "ab")
-    assert all(torch.equal(a[name].bfloat16(), b[name]) for name in a)
-
-
 # --- codecs -----------------------------------------------------------------------------------------------------------
 
 
