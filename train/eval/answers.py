@@ -76,8 +76,7 @@ def answer_all(
 
     def score(asked: list[EvalQuestion]) -> list[dict[str, Any]]:
         answers = ask(lm, asked, config, sound=asr is not None or any(measure.sound for measure in MEASURES.values()))
-        pairs = zip(asked, answers, strict=True)
-        return [judge(question, answer, task, config, asr, lm.codec) for question, answer in pairs]
+        return [judge(question, answer, task, config, asr, lm.codec) for question, answer in zip(asked, answers, strict=True)]
 
     record_all(file, questions, config, progress, partial(make_question, lm, task), score)
 

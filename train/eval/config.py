@@ -99,11 +99,11 @@ class EvalConfig:
         return {"sampling": sampling, "max_seconds": self.max_seconds, "max_tokens": self.max_tokens}
 
     def deciding(self) -> dict[str, Any]:
-        """The settings that the stored answers depend on: another start may change the others."""
+        """The settings that the stored answers depend on, by their names in the file: another start may change the others."""
         names = ("normaliser", "batch", "max_seconds", "max_tokens", "temperature", "top_k", "seed")
         read = ("folder", "prefix", "audio", "codec", "order", "packing", "language", "task", "pause")
-        answering = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
-        named = {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
-        precision = {name: getattr(self, name) for name in ("dtype", "quantize", "chunk_ms") if getattr(self, name) is not None}
-        slots = {f"read.{name}": getattr(self.read, name) for name in ("rows", "seed", "part")}
-        return answering | named | precision | slots | {"columns": dict(self.read.columns)}  # fields by their names in the file
+        settings = {name: getattr(self, name) for name in names} | {name: getattr(self.read, name) for name in read}
+        settings |= {"ear": self.asr, "ear_words": self.asr_words, "ear_longest": self.asr_longest, "questions": self.limit}
+        settings |= {name: value for name in ("dtype", "quantize", "chunk_ms") if (value := getattr(self, name)) is not None}
+        settings |= {f"read.{name}": getattr(self.read, name) for name in ("rows", "seed", "part")}
+        return settings | {"columns": dict(self.read.columns)}

@@ -1,8 +1,5 @@
 """Evaluates a model that listens at several lengths of its encoder's chunks, and sets figures beside the delay; of an encoder
-alone, how far its frames are from those of another one, which hears recordings whole.
-
-For the latter no text and no answer is needed, so that recordings alone will do.
-"""
+alone, by recordings without texts, how far its frames are from those of another one, which hears recordings whole."""
 
 from __future__ import annotations
 

@@ -34,12 +34,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of an output folder.
-
-    Attributes:
-        started: model, data, task and settings (`run.json`).
-        records: by file; none of a file that was not written.
-    """
+    """The contents of an output folder: what was started (`run.json`: model, data, task, settings), and the records by file."""
 
     folder: Path
     started: Mapping[str, Any]
@@ -122,8 +117,8 @@ def write_report(run: Run) -> dict[str, Figure]:
     write_whole(run.folder / TABLE, _markdown(run, figures, changes, against))
     if run.started["format"] == "voicebench":
         answers = [{**r["given"], "response": r["response"]} for r in run.records[ANSWERS] if "broken" not in r]
-        lines = [json.dumps(answer, ensure_ascii=False) for answer in answers]
-        write_whole(run.folder / VOICEBENCH, "".join(line + "\n" for line in lines))
+        lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
+        write_whole(run.folder / VOICEBENCH, "".join(lines))
     return figures
 
 

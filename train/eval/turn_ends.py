@@ -67,12 +67,8 @@ class PausedQuestion:
 
 @dataclass(frozen=True)
 class TurnFigures:
-    """Figures of the questions of one kind.
-
-    Attributes:
-        p50, p95: seconds from the end of speech to the decision.
-        cut_off, missed: shares of the questions that were ended too early, and whose end was not noticed.
-    """
+    """Figures of the questions of one kind: quantiles of the seconds from the end of speech to the decision, and the shares of
+    those that were ended too early, and whose end was not noticed."""
 
     questions: int
     p50: float

@@ -86,13 +86,8 @@ MARK = "<!-- written by omni-train push: "
 
 @dataclass(frozen=True)
 class HubPush:
-    """What is to be uploaded.
-
-    Attributes:
-        files: names in the repository, and paths or contents, in order.
-        card: where the card is from, for people.
-        left_out: files in the folder that are none of the model's.
-    """
+    """What is to be uploaded: paths or contents by name in the repository, in order, and in words where the card is from;
+    `left_out` are files in the folder that are none of the model's."""
 
     at: HubAddress
     model: Path

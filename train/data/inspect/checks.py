@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, TextIO
 
 from pydantic import PositiveFloat
 
@@ -21,8 +21,7 @@ from train.scoring.text import primary
 Severity = Literal["error", "warning"]
 
 
-@dataclass(frozen=True)
-class FindingKind:
+class FindingKind(NamedTuple):
     """A kind of finding: an error makes the data unfit for training, a warning asks for a look at it."""
 
     severity: Severity

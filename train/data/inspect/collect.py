@@ -65,9 +65,6 @@ class TextCounts:
 
 FIELDS = ("source", "language", "speaker", "task")
 """Fields of a row by whose values rows are counted."""
-MOST_VALUES = 10_000
-"""Number of values of a field that are counted separately; rows with further values count as `OTHERS`."""
-OTHERS = "(others)"
 MOST_CODES = 1 << 20
 """Largest number of codes of a stream that are counted where the codebook's size is not known."""
 PERCENTS = (1, 5, 25, 50, 75, 95, 99)
@@ -131,7 +128,7 @@ class Collected:
         self.all.add(other.all)
         for name, groups in other.groups.items():
             for value, group in groups.items():
-                self.add_group(name, value, group)
+                self.groups[name].setdefault(value, Group()).add(group)
         for name, values in other.samples.items():
             self.add_values(name, values)
         for side, texts in other.texts.items():
@@ -144,11 +141,6 @@ class Collected:
     def add_values(self, name: str, values: Sequence[float]) -> None:
         """Add values of a measure."""
         self.samples.setdefault(name, array("d")).extend(values)
-
-    def add_group(self, name: str, value: str, rows: Group) -> None:
-        """Count rows with one value of a field."""
-        values = self.groups[name]
-        values.setdefault(value if value in values or len(values) < MOST_VALUES else OTHERS, Group()).add(rows)
 
     def add_codes(self, codec: str, occurrences: Sequence[np.ndarray]) -> None:
         """Count codes by how often each occurs, [codes] of each stream; not where there are other streams than before.
@@ -166,12 +158,8 @@ class Collected:
 
 
 class Collector:
-    """Collects statistics of rows, reading only the headers of their recordings.
-
-    Args:
-        target: the model whose tokens and columns are counted, None for neither.
-        tasks: tasks for which its columns are counted; a row that names its own task is counted for that alone.
-    """
+    """Collects statistics of rows, reading only the headers of their recordings; for a `target` also its tokens, and its
+    columns as each of `tasks`. A row that names its own task is counted for that alone."""
 
     def __init__(self, codecs: Codecs, target: Target | None = None, tasks: tuple[Task, ...] = ()) -> None:
         self.codecs, self.target, self.tasks = codecs, target, tasks
@@ -194,8 +182,8 @@ class Collector:
             if turn.answer_codes is not None:
                 self._codes(turn.answer_codes)
         self.done.all.add(mine)
-        for name in self.done.groups:
-            self.done.add_group(name, getattr(row, name), mine)
+        for name, groups in self.done.groups.items():
+            groups.setdefault(getattr(row, name), Group()).add(mine)
         for task in self.tasks:
             if row.task in ("", task.name):
                 self._columns(row, task, lengths)

@@ -165,7 +165,7 @@ class JudgedRow:
     Attributes:
         item: its number as `row`, `where`, and its `id`, or the `count` of rows that cannot be read: for the log.
         reasons, heard: why it is dropped, by all rules but `max_wer`, and by that one.
-        digests: by rule of `drop_duplicates`, by which it is a duplicate.
+        digests: by rule of `drop_duplicates`.
         tally: its counts, where it is kept.
     """
 
@@ -182,9 +182,7 @@ JudgedBlock = tuple[list[JudgedRow], "pa.Table"]
 
 def reasons_to_drop(judged: JudgedRow, kept: dict[str, set[int]]) -> list[Reason]:
     """Reasons to drop the next item: its own, as a duplicate of one that is kept, or as it is heard; none where it is kept.
-
-    `kept`: digests of the rows that are kept, by rule of `drop_duplicates`; beyond ten million rows memory may not suffice.
-    """
+    `kept`: digests of those, by rule of `drop_duplicates`; beyond ten million rows memory may not suffice."""
     if judged.reasons:
         return judged.reasons
     for name, digests in kept.items():
@@ -238,10 +236,7 @@ class RowFilter:
                 if codes is not None and self.codecs.foreign(codes.codec):
                     out.append(("max_wer", f"answer {number}: its codes are of {codes.codec!r}, which cannot be decoded here"))
                     continue
-                try:
-                    audio = self._audio(getattr(turn, f"{side}_audio"), codes)
-                except UserError as error:
-                    raise UserError(f"{row.where}: {error}") from error
+                audio = self._audio(getattr(turn, f"{side}_audio"), codes)
                 if audio is None:
                     continue
                 assert self.asr is not None

@@ -39,13 +39,8 @@ class BadSound(UnfitReference):
 
 @dataclass(frozen=True)
 class Measured:
-    """Measures of a recording.
-
-    Attributes:
-        silence: share of the windows that are silent.
-        clipping: share of the samples that are clipped.
-        digest: of its samples and rate: equal for a WAV and the FLAC made of it.
-    """
+    """Measures of a recording: its length, the shares of silent windows and of clipped samples, and a digest of samples and
+    rate, equal for a WAV and the FLAC made of it."""
 
     seconds: float
     silence: float

@@ -64,8 +64,8 @@ class FoundRow:
 class Scan:
     """The rows of a Parquet file, or of all `*.parquet` files of a folder in the order of their names, here or in a store.
 
-    A store's files are read by ranges, from the first row group that is asked for on. Where a report tells how many rows each
-    file has, none is opened before its rows are asked for. UserError: there is nothing at `path`, or no Parquet file in it.
+    A store's files are read by ranges. Where a report tells how many rows each file has, none is opened before its rows are
+    asked for. UserError: there is nothing at `path`, or no Parquet file in it.
 
     Attributes:
         path: the file or folder, or its address, for messages.
@@ -89,12 +89,6 @@ class Scan:
     def __len__(self) -> int:
         """Number of all rows, by the files' metadata."""
         return self._ends[-1]
-
-    def same(self, other: Scan) -> bool:
-        """True where both are of the same file or folder."""
-        if self.folder is None or other.folder is None:
-            return self.path == other.path
-        return Path(self.path).resolve() == Path(other.path).resolve()
 
     def where(self, index: int) -> str:
         """File of a row, and its number there."""

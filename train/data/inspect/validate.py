@@ -48,7 +48,7 @@ def shared(digests: array[int], others: array[int]) -> Iterator[tuple[int, int]]
 
 @dataclass
 class Summary:
-    """Result of a validation: readable rows, all rows, hours of sound measured, findings, and the report of the preparation."""
+    """Readable rows, all rows, hours of sound measured, findings, and the report of the preparation."""
 
     rows: int
     total: int
@@ -99,7 +99,7 @@ def validate(
     or the codec's weights do not fit; see also `executor.imap`."""
     scan, others = Scan(data), [Scan(other) for other in against]
     for other in others:
-        if other.same(scan):
+        if Path(other.path).resolve() == Path(scan.path).resolve():
             raise UserError(f"{other.path} is compared with itself: name another split with --against")
     with closing(Display(sum(map(len, (scan, *others))), mode=progress)) as display:
 
@@ -155,9 +155,8 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
 
 def find_duplicates(scan: Scan, seen: Seen, findings: Findings) -> None:
     """Find rows, recordings and texts that came before."""
-    whole = set[int]()
-    for row, first in repeats(seen.digests["whole"]):
-        whole.add(row)
+    whole = dict(repeats(seen.digests["whole"]))
+    for row, first in whole.items():
         findings.add("duplicate_row", scan.where(row), f"equals {scan.where(first)}")
     for kind, name in (("duplicate_audio", "audio"), ("duplicate_text", "said")):
         for row, first in repeats(seen.digests[name]):
