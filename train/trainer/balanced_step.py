@@ -169,15 +169,13 @@ class Balancing:
         """Number of targets of each balanced task, and of the rest, [M + 1]."""
         return torch.zeros(len(self.names) + 1, dtype=cells.dtype).index_add_(0, self.cell.flatten(), cells.flatten())
 
-    def _task_losses(self, now: _StepState, weights: Tensor | None = None, graph: bool = False, **options: Any) -> TaskLosses:
-        """How a pass of this step weighs the tasks; `graph` keeps the graph of each loss."""
-        m = len(self.names)
+    def _pass(self, batch: Batch, now: _StepState, weights: Tensor | None = None, note: bool = True, **options: Any) -> Losses:
+        """Runs a forward pass with these weights of the tasks [M + 1], 1 by default; `note` reports its losses, `graph` keeps
+        the graph of each."""
+        m, graph = len(self.names), options.pop("graph", False)
         ratio = mean_factors(self.cell, now.cells, m) if self.section.losses == "mean" else None
-        loss_class = GraphLosses if graph else TaskLosses
-        return loss_class(self.cell, torch.ones(m + 1) if weights is None else weights, ratio, **options)
-
-    def _pass(self, batch: Batch, task_losses: TaskLosses, now: _StepState, note: bool = True) -> Losses:
-        """Runs a forward pass; `note` reports its losses."""
+        weights = torch.ones(m + 1) if weights is None else weights
+        task_losses = (GraphLosses if graph else TaskLosses)(self.cell, weights, ratio, **options)
         losses: Losses = self.module(batch.to(self.fabric.device), now.denominators, now.progress, task_losses)
         if note:
             self._note(losses, now)
@@ -205,9 +203,7 @@ class Balancing:
 
     def _only(self, task: int) -> Tensor:
         """Weights [M + 1] of one balanced task alone, or (-1) of the rest."""
-        weights = torch.zeros(len(self.names) + 1)
-        weights[task] = 1
-        return weights
+        return torch.eye(len(self.names) + 1)[task]
 
     def _same_noise(self) -> Any:
         """A context whose random numbers are drawn once more after it."""
@@ -216,7 +212,7 @@ class Balancing:
     def _losses_without_graph(self, now: _StepState) -> Tensor:
         """The balanced tasks' losses [M] of the step's batches in this process, which are not reported."""
         with torch.no_grad(), self._same_noise():
-            losses = [_own(self._pass(batch, self._task_losses(now), now, note=False)) for batch in now.batches]
+            losses = [_own(self._pass(batch, now, note=False)) for batch in now.batches]
         return torch.stack(losses).sum(0)
 
     # --- levels -----------------------------------------------------------------------------------------------------------
@@ -226,7 +222,7 @@ class Balancing:
         now.again = spec.after is not None and spec.again(self.section.values)
         ahead = balancer.ahead()
         if ahead is None and len(now.batches) == 1:
-            losses = self._pass(now.batches[0], self._task_losses(now, graph=True), now)
+            losses = self._pass(now.batches[0], now, graph=True)
             report = self._chosen(_own(losses), counts, now.again)
             self._backward(balancer.total(losses.by_task[:-1], report) + losses.by_task[-1])  # type: ignore[index]
             return report
@@ -237,7 +233,7 @@ class Balancing:
         own = torch.zeros(len(self.names), device=self.fabric.device)
         for batch, alone in self._passes(now.batches):
             with alone:
-                losses = self._pass(batch, self._task_losses(now, _with_rest(ahead)), now)
+                losses = self._pass(batch, now, _with_rest(ahead))
                 self._backward(losses.total)
             own += _own(losses)
         return chosen or balancer.weights(own, counts, self.group.sum)  # type: ignore[no-any-return]
@@ -254,7 +250,7 @@ class Balancing:
         by_losses = section.spec.losses(section.values)
         for i, (batch, alone) in enumerate(self._passes(now.batches)):
             with alone:
-                losses = self._pass(batch, self._task_losses(now, hook=hook), now)
+                losses = self._pass(batch, now, hook=hook)
                 own += _own(losses)
                 hook.last, hook.losses = i + 1 == len(now.batches), self.group.sum(own) if by_losses else None
                 self._backward(losses.total)
@@ -269,13 +265,11 @@ class Balancing:
         for step in steps:
 
             def of_task(task: int, batch: Batch, step: _StepState = step) -> Tensor:
-                return self._pass(batch, self._task_losses(step, self._only(task)), step, note=step is steps[0]).total
+                return self._pass(batch, step, self._only(task), note=step is steps[0]).total
 
             passes = [partial(of_task, batch=batch.to(self.fabric.device)) for batch in step.batches]
-            present = {"present": counts > 0}
-            gathered.append(
-                self.balancer.gather(passes, self.shared, self.own, self.group.sum, self._backward, self._alone, **present)
-            )
+            how = self.group.sum, self._backward, self._alone, counts > 0
+            gathered.append(self.balancer.gather(passes, self.shared, self.own, *how))
         (rows, rest, losses), others = gathered[0], [table for table, _, _ in gathered[1:]]
         report = self.balancer.combine(losses, rows, self.shared, self.own, rest, self.group.sum, counts, others)
         self._rest(now)
@@ -293,8 +287,7 @@ class Balancing:
         others = bool(self.counts(now.cells)[-1] > 0)
         for batch, alone in self._passes(now.batches if others or self.aligned else ()):
             with alone:
-                task_losses = self._task_losses(now, self._only(-1), alignment_only=not others)
-                self._backward(self._pass(batch, task_losses, now, note).total)
+                self._backward(self._pass(batch, now, self._only(-1), note=note, alignment_only=not others).total)
 
     def _bilevel(self, now: _StepState) -> BalanceReport:
         balancer, group, outer = self.balancer, self.group, self.parts.outer
@@ -307,7 +300,7 @@ class Balancing:
 
         def losses_of(step: _StepState) -> Tensor:
             with self._same_noise():  # only parameters differ
-                losses = self._pass(step.batches[0], self._task_losses(step, graph=True), step, note=False)
+                losses = self._pass(step.batches[0], step, graph=True, note=False)
             seen.append(losses)
             return torch.where(both.to(self.fabric.device), losses.by_task[:-1], torch.nan)  # type: ignore[index]
 
@@ -316,8 +309,7 @@ class Balancing:
             lambda: reshard(self.module),
         )  # fmt: skip
         if self.section.spec.linear:
-            weights = _with_rest(balancer.ahead())
-            self._backward(self._pass(now.batches[0], self._task_losses(now, weights), now).total)
+            self._backward(self._pass(now.batches[0], now, _with_rest(balancer.ahead())).total)
             return report
         if bool(both.any()) and bool(report.absent.all()):  # gradients become NaN, so that the step is left out
             for p in (*self.shared, *self.own):

@@ -134,7 +134,7 @@ class Loop:
         return outcome
 
     def _fetch(self, feed: Feed) -> StepBatches:
-        with self._saved_if_refused(), self.usage.idle:
+        with self._saved_if_refused(), self.usage.idle():
             step = feed.next()
         self.usage.waited += step.waited
         self.position.seconds = step.seconds
@@ -153,7 +153,7 @@ class Loop:
         """Has the row of the present step made and written."""
         self.group.phase = "exchange of losses"
         figures = Figures()
-        with self.usage.idle:
+        with self.usage.idle():
             for observer in self.observers:
                 observer.on_log(self.position.step, figures)
         return figures

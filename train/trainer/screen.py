@@ -99,7 +99,7 @@ class StepLines(Observer):
     """Shows a run on the screen: rows of the log, and lines between them, of which the log knows nothing.
 
     Attributes:
-        idle: the context in which the device has nothing queued.
+        idle: makes the context in which the device has nothing queued.
         shown, paced: seconds of the run at the last line, and after the first of the `PACED` steps.
     """
 
@@ -107,7 +107,7 @@ class StepLines(Observer):
     checkpointer: Checkpointer
     meter: StepMetrics
     optimizer: Optimizers
-    idle: AbstractContextManager[None]
+    idle: Callable[[], AbstractContextManager[None]]
     progress: TrainProgress
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class StepLines(Observer):
         self._say_expectation(step)
         seconds, first = self.checkpointer.position.seconds, step < self.first_step + FIRST_STEPS
         if self.config.log.progress != "off" and (first or seconds - self.shown >= LINE_SECONDS):  # in all processes alike
-            with self.idle:
+            with self.idle():
                 self._show(step, {**self.meter.look(), "lr": base_rate(self.optimizer)})
         else:
             self.progress.show(step, self.checkpointer.used, seconds)

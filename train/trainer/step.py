@@ -174,11 +174,7 @@ class PlainStep:
         self.meter.step(step.positions, step.flops, skip, norm)
 
     def gradients(self, step: StepBatches, denominators: Tensor, progress: float) -> None:
-        """Runs forward and backward of every micro-batch; gradients are in `grad` afterwards.
-
-        Args:
-            denominators: of the step, on the device.
-        """
+        """Runs forward and backward of every micro-batch; gradients are in `grad` afterwards. `denominators`: on the device."""
         for i, batch in enumerate(step.batches):
             with accumulating(self.fabric, self.module, i + 1 < len(step.batches)):
                 self.group.phase = "forward pass"
@@ -229,10 +225,11 @@ class Targets:
         return [Finding("no_target", message, REMEDY, tensor=f"targets of {shortlist(names, 12)}")] if names else []
 
 
+@dataclass(eq=False)
 class GuardedStep:
     """Takes the steps of another under the graph guard.
 
-    Args:
+    Attributes:
         idle: parameters that are not trained at that share of the budget.
         number: steps taken, for messages.
         say: prints new findings.
@@ -240,24 +237,20 @@ class GuardedStep:
         trace: record every operation.
     """
 
-    def __init__(
-        self,
-        take: Step,
-        objective: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        idle: Callable[[float], Iterable[nn.Parameter]],
-        *,
-        number: int = 0,
-        say: Callable[[str], None] = lambda text: None,
-        seen: int = SEEN,
-        trace: bool = False,
-    ) -> None:
-        self.take, self.objective, self.idle = take, objective, idle
-        self.number, self.say, self.trace = number, say, trace
-        self.guard = Guard(objective, optimizer)
-        layout = getattr(getattr(objective, "model", None), "layout", None)
-        weights = getattr(objective, "stream_weights", None)
-        self.targets = Targets(layout, weights, seen) if isinstance(layout, Layout) else None
+    take: Step
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    idle: Callable[[float], Iterable[nn.Parameter]]
+    number: int = 0
+    say: Callable[[str], None] = lambda text: None
+    seen: int = SEEN
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        self.guard = Guard(self.objective, self.optimizer)
+        layout = getattr(getattr(self.objective, "model", None), "layout", None)
+        weights = getattr(self.objective, "stream_weights", None)
+        self.targets = Targets(layout, weights, self.seen) if isinstance(layout, Layout) else None
 
     def __call__(self, step: StepBatches, progress: float) -> list[Finding]:
         """Takes a step; reports and returns the guard's new findings. UserError where autograd failed; with the diagnosis."""

@@ -7,10 +7,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -30,42 +30,14 @@ from train.trainer.metrics import StepMetrics
 from train.trainer.parts import Figures, Observer
 
 
-class IdleTime:
-    """Measures how long a CUDA device has nothing queued within a context, in which the host does something else.
-
-    The device's own clock is read at rows of the log, when it has passed these events: no step waits for them.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def __enter__(self) -> None:
-        if self.cuda:
-            self.entered = self._now()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.cuda and error is None:
-            self.pairs.append((self.entered, self._now()))
-
-    def _now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self) -> float:
-        """The sum since the last call; the device must have passed the contexts."""
-        pairs, self.pairs = self.pairs, []
-        return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
-
-
 @dataclass(eq=False)
 class Usage(Observer):
     """What the processes of a run wait for, and the memory that this one holds.
 
     Attributes:
         waited: seconds that this process waited for data since the last row.
-        idle: to be entered where a step queues nothing on the device.
+        pairs: events between which a CUDA device had nothing queued. Its own clock is read at rows of the log, when it has
+            passed them: no step waits for them.
     """
 
     objective: nn.Module
@@ -75,23 +47,37 @@ class Usage(Observer):
     device: torch.device
     group: ProcessGroup
     waited: float = 0.0
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.idle = IdleTime(self.device)
+        self.cuda = self.device.type == "cuda"
         self._parts: tuple[int, dict[str, int]] = -1, {}
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """A context in which the host does something else than queue work on the device."""
+        if not self.cuda:
+            yield
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self.pairs.append((start, end))
 
     def on_log(self, step: int, figures: Figures) -> None:
         """Adds figures of the steps since the last row, as docs/training.md has them, after those of the meter."""
-        own = torch.tensor([self.waited, self.idle.seconds(), self.meter.measured], dtype=torch.float64)
+        gaps = sum(start.elapsed_time(end) for start, end in self.pairs) / 1e3
+        own = torch.tensor([self.waited, gaps, self.meter.measured], dtype=torch.float64)
         waited, idle, whole = self.group.sum(own).tolist()
-        self.waited = 0.0
+        self.waited, self.pairs = 0.0, []
         if whole:
             figures["data_wait"] = waited / whole
-            if self.idle.cuda:
+            if self.cuda:
                 figures["host_gap"] = idle / whole
         figures |= {f"memory/{name}": size / GIB for name, size in self.parts().items()}
         figures["memory/peak"] = self.peak() / GIB
-        if self.idle.cuda:
+        if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def parts(self) -> dict[str, int]:
@@ -114,7 +100,7 @@ class Usage(Observer):
 
     def peak(self) -> int:
         """Most bytes that a CUDA device has held since the last row, or those that the process holds now."""
-        return torch.cuda.max_memory_allocated(self.device) if self.idle.cuda else psutil.Process().memory_info().rss
+        return torch.cuda.max_memory_allocated(self.device) if self.cuda else psutil.Process().memory_info().rss
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -166,7 +152,7 @@ def out_of_memory(
     if usage is not None:
         gradients = [p.grad for p in usage.objective.parameters() if p.grad is not None]
         parts = usage.parts() | {"gradients": bytes_of(gradients)}  # those that there are just now
-        if on_gpu == usage.idle.cuda:
+        if on_gpu == usage.cuda:
             parts["activations and all else"] = max(0, usage.peak() - sum(parts.values()))
         largest = sorted(parts.items(), key=lambda part: -part[1])
         lines.append(f"the run holds {', '.join(f'{name} {_size(size)}' for name, size in largest if size)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from train.trainer import usage
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
 from train.trainer.step import PlainStep
-from train.trainer.usage import IdleTime, Usage, bytes_of, is_out_of_memory, out_of_memory
+from train.trainer.usage import Usage, bytes_of, is_out_of_memory, out_of_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ASKED = 1 << 52
@@ -104,7 +106,7 @@ def test_the_share_of_time_in_which_a_gpu_has_nothing_queued(monkeypatch: pytest
     found = Usage(nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)]), None, METER, CUDA, ALONE)
     for wait in (2.0, 5.0):  # each after three seconds of work: the device is idle for none, and for two
         stream.until = stream.now + 3.0
-        with found.idle:
+        with found.idle():
             stream.now += wait
         stream.now = max(stream.now, stream.until)
     stream.held = 7.0
@@ -117,18 +119,17 @@ def test_the_share_of_time_in_which_a_gpu_has_nothing_queued(monkeypatch: pytest
 def test_a_step_queues_nothing_as_it_fetches_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, seen = [0], list[int]()
 
-    def enter(self: IdleTime) -> None:
+    @contextmanager
+    def counted(self: Usage) -> Iterator[None]:
         inside[0] += 1
-
-    def leave(self: IdleTime, *of: object) -> None:
+        yield
         inside[0] -= 1
 
     def idle(progress: float) -> list[nn.Parameter]:
         seen.append(inside[0])  # asked for within a step
         return []
 
-    monkeypatch.setattr(IdleTime, "__enter__", enter)
-    monkeypatch.setattr(IdleTime, "__exit__", leave)
+    monkeypatch.setattr(Usage, "idle", counted)
     monkeypatch.setattr(StepMetrics, "look", lambda meter: seen.append(10 * inside[0]) or {"loss": 0.0})
     log = LogConfig(every=8, progress="lines")
     toy_fit(toy_config(tmp_path, log=log), toy_parts(lambda step: seen.append(100 * inside[0]), idle=idle))
