@@ -268,8 +268,8 @@ class Balancing:
                 return self._pass(batch, step, self._only(task), note=step is steps[0]).total
 
             passes = [partial(of_task, batch=batch.to(self.fabric.device)) for batch in step.batches]
-            how = self.group.sum, self._backward, self._alone, counts > 0
-            gathered.append(self.balancer.gather(passes, self.shared, self.own, *how))
+            running = self.group.sum, self._backward, self._alone, counts > 0
+            gathered.append(self.balancer.gather(passes, self.shared, self.own, *running))
         (rows, rest, losses), others = gathered[0], [table for table, _, _ in gathered[1:]]
         report = self.balancer.combine(losses, rows, self.shared, self.own, rest, self.group.sum, counts, others)
         self._rest(now)

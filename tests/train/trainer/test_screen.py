@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from tests.train.eval.toys import save_model
 from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_fit, toy_parts
 from train.config.sections import BudgetConfig, LogConfig
 from train.console import progress as console
 from train.console.progress import TrainProgress
-from train.trainer import build, screen
+from train.trainer import screen
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
-from train.trainer.step import TimedStep
+from train.trainer.step import StepBatches, TimedStep
 
 LINES = LogConfig(every=5, progress="lines")
 
@@ -28,15 +25,6 @@ LINES = LogConfig(every=5, progress="lines")
 @pytest.fixture(autouse=True)
 def no_lines_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "LINE_SECONDS", 1000.0)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What step times are measured by: one number, in seconds."""
-    now = [0.0]
-    monkeypatch.setattr("train.trainer.step.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(build, "TimedStep", partial(TimedStep, clock=lambda: now[0]))
-    return now
 
 
 def steps_said(said: str) -> list[int]:
@@ -103,19 +91,46 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     assert meter.look()["loss/text"] == pytest.approx(float(losses[1].sums[:, 1].sum() / losses[1].counts[:, 1].sum()))
 
 
-# --- the start of a whole run -----------------------------------------------------------------------------------------
+# --- steps that take long ------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """A clock, and a number of compiled graphs."""
+
+    def __init__(self) -> None:
+        self.now, self.graphs = 0.0, 0
+        self.said: list[str] = []
+        self.take: Any = TimedStep(self.work, lambda progress: (), self.said.append, lambda: self.now, lambda: self.graphs)
+
+    def work(self, step: StepBatches, progress: float) -> None:
+        self.now += progress
+
+    def step(self, seconds: float, compiled: int = 0, waited: float = 0.0, held_up: float = 0.0) -> str | None:
+        """A step of `seconds` beside the others; what is said of it."""
+        self.take.on_step_begin(7)
+        self.graphs += compiled
+        self.now += waited + held_up
+        self.take(StepBatches([], torch.zeros(1), 0, 0, 0, 0, waited=waited, held_up=held_up), seconds)
+        self.now += 30.0  # what comes between two steps
+        self.take.on_step(7, {})
+        return self.said.pop() if self.said else None
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    save_model(tmp_path / "model")
-    digits = {"arithmetic": 1.0, "rare": 0.0, "answer_rate": 400, "rate": [400, 400]}
-    config = {
-        "run_folder": str(tmp_path / "run"), "budget": {"steps": 1}, "model": {"init_from": str(tmp_path / "model")},
-        "data": {"packing": {"rows": 1, "length": 256, "buffer": 2}, "sources": [{"kind": "spoken-digits", "options": digits}]},
-        "fabric": {"accelerator": "cpu", "devices": 1}, "trainable": ["decoder.*"],
-        "validation": {"questions": 2, "max_seconds": 0.2},
-    }  # fmt: skip
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return file
+def machine() -> Machine:
+    """After ten steps of half a second."""
+    machine = Machine()
+    assert [machine.step(0.4, waited=0.1) for _ in range(10)] == [None] * 10
+    return machine
+
+
+def test_an_outlier_names_its_largest_part(machine: Machine) -> None:
+    assert machine.step(0.4, waited=2.6, held_up=0.5) == "step 7 took 3.5 s, 0.5 s are usual: waiting for data took 2.6 s"
+    line = machine.step(0.5, held_up=9.0, waited=0.1)
+    assert line == "step 7 took 9.6 s, 0.5 s are usual: waiting for another process took 9.0 s"
+
+
+def test_a_new_graph_is_the_cause_of_what_nothing_else_explains(machine: Machine) -> None:
+    assert machine.step(20.0, compiled=2) == "step 7 took 20.0 s, 0.5 s are usual: compiling took 20.0 s"
+    assert "nothing that is measured explains it" in str(machine.step(20.0))
+    assert "waiting for data took 20.0 s" in str(machine.step(0.5, compiled=1, waited=20.0))
