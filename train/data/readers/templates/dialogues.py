@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -197,11 +198,11 @@ class SlotDialogue:
     def say(self, sentence: str, values: Mapping[str, Value]) -> str:
         """Fill the slots of a sentence; UserError where a value has no text."""
 
-        def text(name: str) -> str:
-            slot, column = split_slot(name)
+        def text(match: re.Match[str]) -> str:
+            slot, column = split_slot(match[1])
             return self.text(values[slot], column)
 
-        return SLOT.sub(lambda match: text(match[1]), sentence)
+        return SLOT.sub(text, sentence)
 
     def filled(self, rows: Sequence[int]) -> dict[str, Value] | None:
         """Values by name where slots have these rows of their tables; None where a value is out of its limits."""
@@ -212,8 +213,7 @@ class SlotDialogue:
             with at(f"values.{name}"):
                 arguments: list[Value] = []
                 for operand in operands:
-                    value = operand if isinstance(operand, int) else values[operand[0]]
-                    column = "" if isinstance(operand, int) else operand[1]
+                    value, column = (operand, "") if isinstance(operand, int) else (values[operand[0]], operand[1])
                     arguments.append(cell_of(value, column) if column else value)
                 values[name] = FUNCTIONS[function][1](arguments, self.text)
                 if limits is not None and not limits[0] <= number_of(values[name]) <= limits[1]:
@@ -237,9 +237,8 @@ class SlotDialogue:
         said = references(sentence for questions, answer in self.turns for sentence in (*questions, answer))
         parts: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
         for number in range(min(size, MOST_COMBINATIONS)):
-            rows = _unravelled(
-                number if size <= MOST_COMBINATIONS else shuffled(number, size, "combinations", self.name), sizes
-            )
+            number = number if size <= MOST_COMBINATIONS else shuffled(number, size, "combinations", self.name)
+            rows = tuple(number // math.prod(sizes[slot + 1 :]) % count for slot, count in enumerate(sizes))
             values = self.filled(rows)
             if values is None:
                 continue
@@ -259,15 +258,6 @@ class SlotDialogue:
         return parts[False] * (part != "held_out") + parts[True] * (part != "train")
 
 
-def _unravelled(number: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The combination of that number: an index for each size, the last of which changes fastest."""
-    out: list[int] = []
-    for size in reversed(sizes):
-        number, index = divmod(number, size)
-        out.append(index)
-    return tuple(reversed(out))
-
-
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
@@ -278,29 +268,20 @@ def read_dialogues(keys: _ScriptKeys) -> list[SlotDialogue]:
     for name in wordings.named:
         with at(f"wordings.{name}"):
             wordings.of(name, ())
-    wordings.used.clear()
     dialogues, counted = [], Counter[str]()
     for number, entry in enumerate(keys.dialogues):
         counted[entry.skill] += 1
         with at(f"dialogues.{number} ({entry.skill})."):
             dialogues.append(_dialogue(entry, f"{entry.skill} {counted[entry.skill]}", tables, wordings, keys.numbers))
-    used = {table.name for dialogue in dialogues for table in dialogue.slots.values()}
-    for section, names, taken in (("tables", tables, used), ("wordings", wordings.named, wordings.used)):
-        if unused := [name for name in names if name not in taken]:
-            raise UserError(f"{section}.{unused[0]}: no dialogue uses it: use it or take it out")
     return dialogues
 
 
 def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
-    columns = tuple(rows[0])
-    unique: dict[tuple[Cell, ...], int] = {}
     for number, row in enumerate(rows):
-        if set(row) != set(columns):
-            alike = "one text each" if columns == ("",) else f"the columns {', '.join(columns)}"
+        if row.keys() != rows[0].keys():
+            alike = "one text each" if "" in rows[0] else f"the columns {', '.join(rows[0])}"
             raise UserError(f"tables.{name}.{number}: {row} is unlike the first row: give all rows {alike}")
-        if unique.setdefault(tuple(row[column] for column in columns), number) != number:
-            raise UserError(f"tables.{name}.{number}: {row[columns[0]]!r} is there twice: keep one")
-    return Table(name, tuple(dict(zip(columns, cells, strict=True)) for cells in unique))
+    return Table(name, tuple({column: row[column] for column in rows[0]} for row in rows))
 
 
 def _dialogue(
@@ -311,35 +292,33 @@ def _dialogue(
         for side, sentences in (("question", turn.question), ("answer", [turn.answer])):
             path = f"turns.{number}.{side}" if keys.turns else side
             with at(path):
-                expanded = itertools.chain.from_iterable(map(wordings.expand, sentences))
-                sides[path] = tuple(dict.fromkeys(expanded))
+                sides[path] = tuple(dict.fromkeys(itertools.chain.from_iterable(map(wordings.expand, sentences))))
                 if not all(sides[path]):
                     raise UserError("has a wording without words: make fewer of its words optional")
                 if side == "answer" and len(sides[path]) > 1:
                     raise UserError(f"has {len(sides[path])} wordings: an answer has one, or a slot of a table")
     said = {path: references(sentences) for path, sentences in sides.items()}
     wanted = {name for names in said.values() for name, _ in names}
-    operands = itertools.chain.from_iterable(itertools.chain.from_iterable(value.values()) for value in keys.values.values())
-    wanted |= {split_slot(operand)[0] for operand in operands if isinstance(operand, str)}
-    slots = {}
+    for computed, value in reversed(list(keys.values.items())):
+        if computed in wanted:
+            operands = itertools.chain.from_iterable(value.values())
+            wanted |= {split_slot(operand)[0] for operand in operands if isinstance(operand, str)}
+    slots: dict[str, Table] = {}  # what no sentence needs is left out
     for slot, table in keys.slots.items():
         with at(f"slots.{slot}"):
-            slots[slot] = tables[_choice(table, tables, "table")]
+            slots |= {slot: tables[_choice(table, tables, "table")]} if slot in wanted else {}
     slots |= {table: rows for table, rows in tables.items() if table in wanted and table not in (*slots, *keys.values)}
     values: dict[str, Computed] = {}
     for computed, value in keys.values.items():
         with at(f"values.{computed}"):
             if computed in slots:
                 raise UserError("is a slot too: give one of them another name")
-            values[computed] = _computed(value, (*slots, *values))
+            values |= {computed: _computed(value, (*slots, *values))} if computed in wanted else {}
     for path, names in said.items():
         with at(path):
             for reference, column in names:
                 if _choice(reference, (*slots, *values), "slot, value or table") in slots:
                     cell_of(TableEntry(slots[reference], 0), column)
-    for section, defined in (("slots", slots), ("values", values)):
-        if unused := [name for name in defined if name not in wanted]:
-            raise UserError(f"{section}.{unused[0]}: no sentence has {{{unused[0]}}}: use it or take it out")
     pairs = list(sides.values())
     turns = tuple((questions, answer) for questions, (answer,) in zip(pairs[::2], pairs[1::2], strict=True))
     return SlotDialogue(name, keys.skill, keys.weight, keys.begins, slots, values, turns, numbers)
@@ -359,10 +338,8 @@ def _computed(data: Mapping[str, Sequence[str | int]], known: Sequence[str]) -> 
         else:
             operands.append(operand)
     wanted = FUNCTIONS[function][0]
-    if not operands or wanted not in (None, len(operands)):
-        raise UserError(
-            f"{function} takes {wanted or 'one or more'} of slots, values and numbers, and is given {len(operands)}"
-        )
+    if wanted not in (None, len(operands)):
+        raise UserError(f"{function} takes {wanted} of slots, values and numbers, and is given {len(operands)}")
     return Computed(function, tuple(operands), (least, most) if len(data) > 1 else None)
 
 

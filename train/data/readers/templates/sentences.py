@@ -38,12 +38,10 @@ _TOKEN = re.compile(r"\{[^(){}\[\]<>|]*\}|<[^(){}\[\]<>|]*>|[^(){}\[\]<>|]+|.")
 
 
 class Wordings:
-    """The named wordings of a file, each one or more templates. `used`: names that a template has named, directly or by way of
-    another."""
+    """The named wordings of a file, each one or more templates."""
 
-    def __init__(self, named: Mapping[str, Sequence[str]] | None = None) -> None:
-        self.named = dict(named or {})
-        self.used: set[str] = set()
+    def __init__(self, named: Mapping[str, Sequence[str]]) -> None:
+        self.named = named
 
     def expand(self, template: str, within: tuple[str, ...] = ()) -> tuple[str, ...]:
         """All wordings of a template, each once, with single spaces. `within`: names of the wordings that the template is a
@@ -80,7 +78,6 @@ class Wordings:
         if name in within:
             circle = " in ".join(f"<{link}>" for link in (name, *reversed(within[within.index(name) :])))
             raise UserError(f"wordings name each other in a circle ({circle}): write one of them out")
-        self.used.add(name)
         parts = (self.expand(template, (*within, name)) for template in self.named[name])
         return _limited(itertools.chain.from_iterable(parts), f"<{name}>")
 
