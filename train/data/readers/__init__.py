@@ -16,15 +16,14 @@ from omni.errors import UserError
 from omni.plugins import Registry
 from omni.stores.reading import local_path
 from omni.utils.remote import check_there
-from train.data.readers.codes import PACKINGS, codes_kinds
+from train.data.readers.codes import codes_kinds
 from train.data.readers.containers import TAR
 from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
 from train.data.readers.conversations import ALPACA, CHAT, LLAMA_OMNI, LUCY, SLAM_OMNI, VOICE_ASSISTANT
-from train.data.readers.files import AUDIO
 from train.data.readers.segments import CUTS, MOSHI
 from train.data.readers.source import RecordReader
 from train.data.readers.table import COMMON_VOICE, LIBRISPEECH, RECORDINGS, ROWS, TABLE, unknown
-from train.data.readers.templates.dialogues import PARTS, DialoguesReader
+from train.data.readers.templates.dialogues import DialoguesReader
 
 __all__ = [
     "READERS",
@@ -75,10 +74,6 @@ def register_reader(reader_class: type[Reader]) -> type[Reader]:
     return reader_class
 
 
-ORDERS = ("streams", "levels")
-"""Orders of SNAC's codes in a frame: that of the model's streams, or level by level."""
-
-
 def data_path(path: str | os.PathLike[str], again: bool = False) -> Path:
     """The path of a data set here, as `local_path`: recordings and Parquet files of a store's folder stay there and are read
     from pointer files. With readers of plug-ins, which know none, they come too."""
@@ -125,22 +120,10 @@ def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = No
 
 
 def check_options(options: ReaderOptions, prefix: str = "--read") -> None:
-    """UserError for values that no option takes; `prefix` comes before names in messages."""
-    for option, known in (
-        ("format", READERS),
-        ("codec", codes_kinds()),
-        ("order", ORDERS),
-        ("packing", PACKINGS),
-        ("audio", AUDIO),
-        ("part", PARTS),
-    ):
-        value = getattr(options, option)
-        if value not in known and (value or option in ("packing", "audio", "part")):
+    """UserError for a format or codec that is not registered; `prefix` comes before names in messages."""
+    for option, value, known in (("format", options.format, READERS), ("codec", options.codec, codes_kinds())):
+        if value and value not in known:
             raise UserError(f"{prefix}.{option} {value!r} is unknown: there are {', '.join(known)}")
-    if not options.pause > 0:
-        raise UserError(f"{prefix}.pause {options.pause} is no time: give seconds above 0")
-    if options.rows < 1:
-        raise UserError(f"{prefix}.rows {options.rows} makes no row: give a number of at least 1")
 
 
 @contextmanager

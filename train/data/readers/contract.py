@@ -20,7 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
+
+from pydantic import PositiveFloat, PositiveInt
 
 from omni.utils.configuration import configuration
 from omni.utils.remote import shown
@@ -51,7 +53,7 @@ class ReaderOptions:
             recording (what is missing can be spoken again); "none": recordings are not looked at.
         codec: the codec of stored codes, where the format leaves it open: one of `train.data.readers.codes.codes_kinds`.
         order: the order of SNAC's codes in a frame, "streams" (c0 c1 c2 c2 c1 c2 c2) or "levels" (c0 | c1 c1 | c2 c2 c2 c2).
-        packing: what was added to the codes: one of `train.data.readers.codes.PACKINGS`, "plain" for nothing.
+        packing: what was added to the codes (`train.data.readers.codes.PACKINGS`), "plain" for nothing.
         columns: for tables and JSON lines of one's own: from a field of the row (`question_text`, `question_audio`,
             `answer_text`, `answer_audio`, `id`, `speaker`, `language`) to the column that holds it.
         language: of rows whose data do not say (BCP 47).
@@ -66,18 +68,18 @@ class ReaderOptions:
     format: str = ""
     folder: str = ""
     prefix: str = ""
-    audio: str = "required"
+    audio: Literal["required", "optional", "none"] = "required"
     codec: str = ""
-    order: str = ""
-    packing: str = "plain"
+    order: Literal["", "streams", "levels"] = ""
+    packing: Literal["plain", "layers", "mini-omni", "mini-omni-joint", "orpheus"] = "plain"
     columns: Mapping[str, str] = field(default_factory=dict)
     language: str = "en"
     name: str = ""
     task: str = ""
-    pause: float = 1.0
-    rows: int = 10_000
+    pause: PositiveFloat = 1.0
+    rows: PositiveInt = 10_000
     seed: int = 0
-    part: str = "train"
+    part: Literal["train", "held_out", "all"] = "train"
 
 
 class OpenedSource(ABC):

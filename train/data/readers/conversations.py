@@ -3,7 +3,7 @@
 Chats are `{"messages": [{"role": "system" | "user" | "assistant", "content": text}]}`, as OpenAI's fine-tuning, TRL and
 LLaMA-Factory have them (`conversations`, and `from: human | gpt` with `value`, as ShareGPT has it, are taken too). Questions
 and answers become turns of one row, and system messages before the first question its system message (later ones are left out).
-A `content` may also be a list of parts. Recordings are read wherever `media` knows them.
+A `content` may also be a list of parts. Recordings are read wherever `files` knows them.
 
 Alpaca (tatsu-lab/stanford_alpaca) is `instruction, input, output`: an `input` that is not empty is joined to the instruction by
 a blank line. LLaMA-Factory's `history [[question, answer]]` comes before it as turns of their own; its `system` is the row's,
@@ -40,8 +40,7 @@ from omni.errors import UserError
 from train.data.readers.codes import check_duration, load_array, read_codes
 from train.data.readers.containers import ENDINGS, LISTS, TAR
 from train.data.readers.contract import ReaderOptions
-from train.data.readers.files import Files, seconds
-from train.data.readers.media import Said, listed, present, read_said, recordings_of, tags
+from train.data.readers.files import Files, Said, listed, present, read_said, recordings_of, seconds, tags
 from train.data.readers.source import RecordReader, check_text, items, make_row, text
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 

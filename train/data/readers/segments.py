@@ -22,17 +22,19 @@ Sources: the data classes of lhotse-speech/lhotse; NVIDIA/NeMo's manifests and i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
 from omni.errors import UserError
 from train.data.readers.containers import TAR
 from train.data.readers.contract import ReaderOptions
 from train.data.readers.files import Files, cut, header
-from train.data.readers.source import RecordReader, check_text, items, make_row, number, text
+from train.data.readers.source import RecordReader, items, make_row, number, text
 from train.data.rows.row import Row, RowTurn, Sound, Word
 
 Entry = TypeVar("Entry")
@@ -94,27 +96,26 @@ def moshi_row(data: Mapping[str, Any], where: str, files: Files, options: Reader
     return make_row(turns, options, "moshi", where, id=str(Path(name).with_suffix("")))
 
 
+class _Alignment(TypedDict):
+    alignments: list[tuple[str, tuple[float, float], str]]
+
+
 def read_words(path: Path, seconds: float) -> list[Word]:
     """Read the words of an alignment in the order of their starts, times in seconds of the recording, which lasts `seconds`.
     UserError for a file that is no alignment, and words that end before they start or lie beyond the recording."""
     try:
-        alignments = json.loads(path.read_text("utf-8"))["alignments"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"alignment {path} is no JSON with a list of alignments: make it again") from error
+        alignments = TypeAdapter(_Alignment).validate_json(path.read_bytes())["alignments"]
+    except ValueError as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"alignment {path} is no list of [word, [start, end], speaker] ({why}): make it again") from error
     words = []
-    for index, entry in enumerate(alignments if isinstance(alignments, list) else [alignments]):
-        match entry:
-            case [str(word), [int() | float() as start, int() | float() as end], str(speaker)]:
-                pass
-            case _:
-                raise UserError(f"alignment {path} word {index} is not [word, [start, end], speaker]: make it again")
+    for index, (word, (start, end), speaker) in enumerate(alignments):
         if not 0 <= start <= end < float("inf"):
             raise UserError(f"alignment {path} word {index} ({word!r}) goes from {start} to {end} s: make it again")
         if end > seconds + _LATE:
             raise UserError(f"alignment {path} word {index} ({word!r}) ends at {end:.2f} s, the recording at {seconds:.2f} s")
-        check_text(word, f"alignment {path} word {index}")
         who = "model" if speaker == "SPEAKER_MAIN" else "user"
-        words.append(Word(word.strip(), min(float(start), seconds), min(float(end), seconds), who))
+        words.append(Word(word.strip(), min(start, seconds), min(end, seconds), who))
     if not words:
         raise UserError(f"alignment {path} has no words: drop the recording, or make it again")
     return sorted(words, key=lambda word: word.start)
@@ -300,29 +301,21 @@ def _sound(segment: Segment, files: Files) -> Sound | None:
 
 
 def _nemo_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
+    """Make the row of a line of a manifest; its id is its own, or else the recording, and the segment where it selects one."""
     path, start = text(data, "audio_filepath", needed=True), number(data, "offset", 0.0)
-    asking = Segment(path, start, start + number(data, "duration"), _selected(data))
+    field = "channel_selector" if data.get("channel_selector") is not None else "channel"
+    channels = [] if data.get(field) == "average" else _listed(data.get(field))
+    if not all(type(channel) is int for channel in channels):
+        advice = "give its number from 0, a list of numbers or 'average'"
+        raise UserError(f"field {field!r} is {data[field]!r}, no channel: {advice}")
+    asking = Segment(path, start, start + number(data, "duration"), tuple(channels))
     turn = RowTurn(text(data, "text"), _sound(asking, files), text(data, "answer"))
     name, speaker, language = (text(data, field) for field in ("id", "speaker", "lang"))
-    return make_row([turn], options, "cuts", where, id=name or _name(data, asking), speaker=speaker, language=language)
-
-
-def _selected(data: Mapping[str, Any]) -> tuple[int, ...]:
-    """Channels that a line of a NeMo manifest names; none for all of them. UserError for a value that names no channel."""
-    name = "channel_selector" if data.get("channel_selector") is not None else "channel"
-    value = data.get(name)
-    channels = [] if value == "average" else _listed(value)
-    if not all(isinstance(channel, int) and not isinstance(channel, bool) for channel in channels):
-        raise UserError(f"field {name!r} is {value!r}, no channel: give its number from 0, a list of numbers or 'average'")
-    return tuple(channels)
-
-
-def _name(data: Mapping[str, Any], segment: Segment) -> str:
-    """Id for a line of a NeMo manifest that has none: its recording, and the segment where the line selects one."""
-    name = segment.path
-    if data.get("offset") is not None:
-        name += "@" + "-".join(f"{seconds:.3f}".rstrip("0").rstrip(".") for seconds in (segment.start, segment.end))
-    return name + "".join(f"#{channel}" for channel in segment.channels)
+    if not name:
+        times = "-".join(f"{seconds:.3f}".rstrip("0").rstrip(".") for seconds in asking[1:3])
+        name = f"{path}@{times}" if data.get("offset") is not None else path
+        name += "".join(f"#{channel}" for channel in channels)
+    return make_row([turn], options, "cuts", where, id=name, speaker=speaker, language=language)
 
 
 def _answers(entry: Mapping[str, Any]) -> bool:

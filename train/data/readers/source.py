@@ -20,8 +20,7 @@ from omni.stores.tries import StoreError
 from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import open_records
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
-from train.data.readers.files import Files, list_files
-from train.data.readers.media import TAG, recording_fields, refuse_pictures, tags, without_tags
+from train.data.readers.files import TAG, Files, list_files, recording_fields, refuse_pictures, tags, without_tags
 from train.data.readers.records import Record, Records
 from train.data.rows.row import Row, RowTurn
 

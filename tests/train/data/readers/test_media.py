@@ -15,7 +15,7 @@ from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.prepare.shards import summary
 from train.data.readers import Broken, ReaderOptions, open_source
-from train.data.readers.media import tags, without_tags
+from train.data.readers.files import tags, without_tags
 
 ASKED, TOLD = {"from": "human", "value": "<audio>what?"}, {"from": "gpt", "value": "eleven"}
 USER, MODEL = {"role": "user", "content": "<audio>what?"}, {"role": "assistant", "content": "eleven"}

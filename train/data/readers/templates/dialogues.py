@@ -70,9 +70,6 @@ from train.data.readers.templates.sentences import (
 from train.data.rows.row import Row, RowTurn
 from train.data.seeding import key, seeded_rng, shuffled
 
-PARTS = ("train", "held_out", "all")
-"""Parts of the combinations: those to train on, those kept for evaluation, and both."""
-
 JOINED = "joined"
 """The skill of rows of several dialogues."""
 
