@@ -97,21 +97,6 @@ def test_our_own_steps_give_no_findings(name, trainable, checkpointing, dtype, t
     assert run.model.decoder.blocks[0].mlp.up.weight.requires_grad
 
 
-def test_a_traced_step_learns_what_a_plain_one_learns():
-    runs = [Run("codec2", True, ["*"]) for _ in range(3)]
-    for run, trace in zip(runs, (None, False, True), strict=True):
-        guard = Guard(run.objective, run.optimizer, idle=run.idle)
-        for i in range(2):
-            if trace is None:
-                run.step(i)
-            else:
-                with guard.step(run.batches, trace=trace):
-                    run.step(i)
-    for other in runs[1:]:
-        for (name, a), (_, b) in zip(runs[0].model.named_parameters(), other.model.named_parameters(), strict=True):
-            assert torch.equal(a, b), name
-
-
 class Count(TorchDispatchMode):
     """Operations of PyTorch."""
 

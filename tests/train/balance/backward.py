@@ -9,11 +9,33 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from train.balance.balancer import Balancer, BalanceReport
+from train.balance.balancer import Balancer, BalanceReport, FeatureHook
 from train.balance.rows import Rows, Sum, alone, flat, mixed, put_gradients, summed
 
 Losses = Tensor | Sequence[Tensor]
+
+
+class HookedNet(nn.Module):
+    """Encoder, hook, decoder; every position belongs to a task. The losses [m] are shares of the means over all positions,
+    whose tasks are `whole`."""
+
+    def __init__(self, whole: Tensor, hook: FeatureHook | None = None, checkpointing: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+        self.whole, self.hook, self.checkpointing = whole, hook, checkpointing
+        g = torch.Generator().manual_seed(0)
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=g)
+
+    def forward(self, x: Tensor, task: Tensor | None = None) -> Tensor:
+        task = self.whole if task is None else task
+        features = self.features = checkpoint(self.encoder, x, use_reentrant=False) if self.checkpointing else self.encoder(x)
+        hooked = features if self.hook is None else self.hook(features, task)
+        out = checkpoint(self.decoder, hooked, use_reentrant=False) if self.checkpointing else self.decoder(hooked)
+        loss = (out[:, 0].float() - 1).square()
+        return torch.stack([loss[task == t].sum() / (self.whole == t).sum() for t in range(3)])
 
 
 def backward(

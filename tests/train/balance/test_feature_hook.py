@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from tests.close import assert_near
-from tests.train.balance.backward import backward
+from tests.train.balance.backward import HookedNet, backward
 from train.balance.balancer import Balancer, FeatureHook
 from train.balance.config import BalanceConfig, of_level
 
@@ -18,23 +18,7 @@ NAMES = ["a", "b", "c"]
 TASK = torch.tensor([0, 0, 1, 1, 1, 2, 2, -1])
 
 
-class Net(nn.Module):
-    """Encoder, hook, decoder; every position belongs to one task."""
-
-    def __init__(self, hook: FeatureHook | None = None, checkpointing: bool = False) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-        self.hook, self.checkpointing = hook, checkpointing
-        g = torch.Generator().manual_seed(0)
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=g)
-
-    def forward(self, x: Tensor, task: Tensor = TASK) -> tuple[Tensor, Tensor]:
-        features = checkpoint(self.encoder, x, use_reentrant=False) if self.checkpointing else self.encoder(x)
-        hooked = features if self.hook is None else self.hook(features, task)
-        out = checkpoint(self.decoder, hooked, use_reentrant=False) if self.checkpointing else self.decoder(hooked)
-        loss = (out[:, 0].float() - 1).square()
-        return torch.stack([loss[task == t].sum() / 3 for t in range(3)]), features
+Net = partial(HookedNet, TASK)
 
 
 def inputs() -> Tensor:
@@ -46,12 +30,12 @@ def inputs() -> Tensor:
 def test_one_backward_gives_what_one_per_task_gives(method: str, checkpointing: bool) -> None:
     hook = FeatureHook(Balancer(BalanceConfig(method, "features"), NAMES))
     one, two = Net(hook, checkpointing), Net()
-    losses, _ = one(inputs())
+    losses = one(inputs())
     hook.losses = losses.detach()
     losses.sum().backward()
     direct = Balancer(BalanceConfig(method, "features"), NAMES)
-    losses, features = two(inputs())
-    report = backward(direct, losses, list(two.encoder.parameters()), list(two.decoder.parameters()), features=[features])
+    losses = two(inputs())
+    report = backward(direct, losses, list(two.encoder.parameters()), list(two.decoder.parameters()), features=[two.features])
     assert hook.report is not None
     assert_near(hook.report.weights, report.weights, 1e-5)
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
@@ -65,8 +49,9 @@ def test_bf16() -> None:
     for half in (False, True):
         hook = FeatureHook(Balancer(BalanceConfig("nashmtl", "features"), NAMES))
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            losses, features = Net(hook)(inputs())
-        assert features.dtype == (torch.bfloat16 if half else torch.float32)
+            net = Net(hook)
+            losses = net(inputs())
+        assert net.features.dtype == (torch.bfloat16 if half else torch.float32)
         losses.sum().backward()
         assert hook.report is not None
         weights.append(hook.report.weights)
@@ -78,10 +63,10 @@ def test_micro_batches_move_the_state_once() -> None:
     config = BalanceConfig("excessmtl", "features", {"step_size": 0.5})
     whole, parts = FeatureHook(Balancer(config, NAMES)), FeatureHook(Balancer(config, NAMES))
     for _ in range(2):
-        Net(whole)(inputs())[0].sum().backward()
+        Net(whole)(inputs()).sum().backward()
         for low, high, last in ((0, 3, False), (3, 8, True)):
             parts.last = last
-            Net(parts)(inputs()[low:high], TASK[low:high])[0].sum().backward()
+            Net(parts)(inputs()[low:high], TASK[low:high]).sum().backward()
     assert parts.balancer.steps == 2 and parts.report is not None and whole.report is not None
     assert_near(parts.report.weights, whole.report.weights, 1e-5)
     for name, value in whole.balancer.state.values.items():
@@ -91,12 +76,12 @@ def test_micro_batches_move_the_state_once() -> None:
 def test_tasks_without_features_or_targets_are_absent() -> None:
     """They take no part in the choice (a row of zeros would be the least combination of all)."""
     hook = FeatureHook(Balancer(BalanceConfig("mgda", "features"), NAMES))
-    losses, _ = Net(hook)(inputs(), torch.where(TASK == 1, -1, TASK))
+    losses = Net(hook)(inputs(), torch.where(TASK == 1, -1, TASK))
     losses[[0, 2]].sum().backward()
     assert hook.report is not None and hook.report.absent.tolist() == [0, 1, 0]
     assert float(hook.report.weights.sum()) == pytest.approx(1)
     hook.counts = torch.tensor([1, 1, 0])
-    Net(hook)(inputs())[0].sum().backward()
+    Net(hook)(inputs()).sum().backward()
     assert hook.report.absent.tolist() == [0, 0, 1] and hook.report.weights[2] == 0
 
 
@@ -105,8 +90,8 @@ def test_a_scaler_and_no_gradient() -> None:
     for scale in (1.0, 512.0):
         hook = FeatureHook(Balancer(BalanceConfig("fairgrad", "features"), NAMES))
         hook.scale, net = scale, Net(hook)
-        (net(inputs())[0].sum() * scale).backward()
+        (net(inputs()).sum() * scale).backward()
         grads.append(net.encoder.weight.grad)
     assert_near(grads[1], 512 * grads[0], 1e-5)
     with torch.no_grad():
-        assert Net(hook)(inputs())[0].requires_grad is False
+        assert Net(hook)(inputs()).requires_grad is False

@@ -46,16 +46,6 @@ def test_equal_gradients_and_losses_get_equal_weights(method: str) -> None:
     assert_near(report.cosines, torch.ones(3, 3), 1e-5)
 
 
-@pytest.mark.parametrize("method", [m for m in BY_PARAMETERS if m not in ("pcgrad", "gradvac")])
-def test_order_of_tasks_does_not_matter(method: str) -> None:
-    """Where nothing is drawn."""
-    table, turn = rows(4), torch.tensor([2, 0, 1])
-    direction, report = combine(method, table, steps=3)
-    other, turned = combine(method, table[turn], LOSSES[turn], steps=3)
-    assert_near(other, direction, 1e-5)
-    assert_near(turned.weights, report.weights[turn], 1e-5)
-
-
 @pytest.mark.parametrize("method", ["mgda", "pcgrad", "gradvac", "cagrad", "imtlg", "alignedmtl", "upgrad"])
 def test_directions_grow_with_the_gradients(method: str) -> None:
     """Weights do not depend on a common scale."""
@@ -64,21 +54,6 @@ def test_directions_grow_with_the_gradients(method: str) -> None:
         large, scaled = combine(method, scale * rows(1))
         assert_near(scaled.weights, report.weights, 1e-5)
         assert_near(large / scale, direction, 1e-5)
-
-
-@pytest.mark.parametrize("method", ["nashmtl", "imtlg", "mgda"])
-def test_directions_that_single_scales_do_not_turn(method: str) -> None:
-    """Nash-MTL's direction, IMTL's and l2-normalized MGDA's turned part do not change when one task's loss is scaled."""
-    settings: dict[str, Any] = {"nashmtl": {"max_norm": 0.0}, "mgda": {"normalize": "l2"}}.get(method, {})
-    table, scales = rows(2), torch.tensor([1.0, 10.0, 0.2])
-    one, _ = combine(method, table, **settings)
-    two, report = combine(method, table * scales[:, None], **settings)
-    if method == "mgda":  # weights are of normalized gradients: undo the lengths
-        lengths = table.norm(dim=1)
-        one = combine(method, table / lengths[:, None], **settings)[1].weights.float()
-        assert_near(report.weights.float(), one, 1e-5)
-        return
-    assert float(torch.cosine_similarity(one, two, dim=0)) == pytest.approx(1, abs=1e-5)
 
 
 def test_excessmtl_outlives_a_first_step_without_measure() -> None:

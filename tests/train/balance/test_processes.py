@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.close import assert_near
 from tests.processes import two
-from tests.train.balance.backward import backward
+from tests.train.balance.backward import HookedNet, backward
 from train.balance.balancer import Balancer, FeatureHook
 from train.balance.config import BalanceConfig
 from train.distributed.fabric import leave
@@ -29,21 +30,7 @@ TASK = torch.tensor([0, 1, 2, 0, 1, 2, 2, 0])
 STEPS = 2
 
 
-class Net(nn.Module):
-    """Encoder, hook, decoder; returns the losses of the tasks, as shares of the whole batch's means."""
-
-    def __init__(self, hook: FeatureHook | None = None) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.hook = nn.Linear(4, 6), nn.Linear(6, 1), hook
-        g = torch.Generator().manual_seed(0)
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=g)
-
-    def forward(self, x: Tensor, task: Tensor) -> Tensor:
-        features = self.encoder(x).tanh()
-        features = features if self.hook is None else self.hook(features, task)
-        loss = (self.decoder(features)[:, 0] - 1).square()
-        return torch.stack([loss[task == t].sum() / (t == TASK).sum() for t in range(3)])
+Net = partial(HookedNet, TASK)
 
 
 def batch(step: int) -> Tensor:
@@ -60,10 +47,10 @@ def grads(net: nn.Module) -> Tensor:
     return torch.cat([g.flatten() for g in found if g is not None])
 
 
-Way = Callable[[Balancer, Net, int, slice, Callable[[Tensor], Tensor]], Tensor]
+Way = Callable[[Balancer, HookedNet, int, slice, Callable[[Tensor], Tensor]], Tensor]
 
 
-def plain(balancer: Balancer, net: Net, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def plain(balancer: Balancer, net: HookedNet, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     net.zero_grad()
     return backward(balancer, net(batch(step)[mine], TASK[mine]), list(net.parameters()), reduce=reduce).weights
 
@@ -71,7 +58,7 @@ def plain(balancer: Balancer, net: Net, step: int, mine: slice, reduce: Callable
 def wrapped(wrap: Callable[[nn.Module], nn.Module]) -> Way:
     """Two micro-batches a step through the wrapper, one backward per task and micro-batch."""
 
-    def way(balancer: Balancer, net: Net, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    def way(balancer: Balancer, net: HookedNet, step: int, mine: slice, reduce: Callable[[Tensor], Tensor]) -> Tensor:
         module, (low, high) = wrap(net), (mine.start, mine.stop)
         cuts = (slice(low, low + 1), slice(low + 1, high))
         passes = [lambda task, cut=cut: module(batch(step)[cut], TASK[cut])[task] for cut in cuts]
