@@ -19,6 +19,7 @@ import functools
 import itertools
 import re
 import sys
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -242,23 +243,20 @@ class Edits:
         if self.base is None:
             raise UserError("the edits do not say for which weights they were made; sign them first (`Edits.signed`)")
         for name, part in linears.items():
-            if signature(name, part) != self.base[name]:
-                if plain_checksum(part) == self.base[name]:
-                    if isinstance(part, Int8Linear):  # within half a step of the weight that they were made for
-                        continue
-                    raise UserError(
-                        f"edit of {name}: it was made for this weight before it was quantised; make the edits on the quantised "
-                        "model"
-                    )
-                if weight_of(part).dtype == torch.float16:
-                    raise UserError(
-                        f"edit of {name}: the model is held in float16, which rounds otherwise than the checksum of the edit's "
-                        "base; load the model in bfloat16 or float32"
-                    )
-                raise UserError(
-                    f"edit of {name}: the model holds other weights than those the edit was made for; it is merged into them "
-                    "already, or they belong to another model"
-                )
+            known = self.base[name]
+            if signature(name, part) == known:
+                continue
+            if plain_checksum(part) == known:
+                if isinstance(part, Int8Linear):  # within half a step of the weight that they were made for
+                    continue
+                why = "it was made for this weight before it was quantised; make the edits on the quantised model"
+            elif weight_of(part).dtype == torch.float16:
+                why = "the model is held in float16, which rounds otherwise than the checksum of the edit's base; load the "
+                why += "model in bfloat16 or float32"
+            else:
+                why = "the model holds other weights than those the edit was made for; it is merged into them already, or they "
+                why += "belong to another model"
+            raise UserError(f"edit of {name}: {why}")
 
 
 def stack(edits: Sequence[Edits]) -> Edits:
@@ -297,33 +295,24 @@ def edited(model: nn.Module, edits: Edits | Sequence[Edits]) -> Iterator[None]:
     checkpointing, which records no graph, so that this cannot be detected).
     """
     both = edits if isinstance(edits, Edits) else stack(edits)
-    parts = both.check(model)
-    block = EditedBlock()
-    with ExitStack() as stop:
-        stop.callback(block.close)
-        for name, part in parts.items():
-            hook = functools.partial(block.add, both.deltas[name])
-            stop.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
-        yield
+    running = threading.Event()  # the graphs that are made in the block refer to it
+    running.set()
 
-
-class EditedBlock:
-    """One block of `edited`, which the graphs that are made in it refer to."""
-
-    open = True
-
-    def close(self) -> None:
-        self.open = False
-
-    def add(self, delta: Delta, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-        """A linear's output with the change that a delta makes."""
+    def add(delta: Delta, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
         change = delta(args[0] if args else next(iter(kwargs.values()))).to(out)
         if not torch.is_grad_enabled():
             return out + change
         anchor = None
         if saved_tensor_hooks(True) is not None:  # in a block that may be recomputed
             anchor = torch.zeros((), device=out.device, requires_grad=True)
-        return _Added.apply(out, change, anchor, self)  # type: ignore[no-any-return]
+        return _Added.apply(out, change, anchor, running)  # type: ignore[no-any-return]
+
+    with ExitStack() as stop:
+        stop.callback(running.clear)
+        for name, part in both.check(model).items():
+            hook = functools.partial(add, both.deltas[name])
+            stop.callback(part.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 class _Added(torch.autograd.Function):
@@ -334,15 +323,15 @@ class _Added(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, change: Tensor, anchor: Tensor | None, block: EditedBlock) -> Tensor:
-        ctx.block = block
+    def forward(ctx: Any, out: Tensor, change: Tensor, anchor: Tensor | None, running: threading.Event) -> Tensor:
+        ctx.running = running
         if anchor is not None:
             ctx.save_for_backward(anchor)
         return out + change
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        if not ctx.block.open:
+        if not ctx.running.is_set():
             raise ValueError(
                 "backward runs after the block of `edited(...)` has ended: what is recomputed there would lack the edits; "
                 "call backward inside the block"

@@ -16,12 +16,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
+from pydantic import StrictBool, StrictInt
 from torch import Tensor, nn
 
 from omni.checkpoint.places import ADAPTER_CONFIG
@@ -35,6 +36,7 @@ from omni.files import read_json, replacing_folder
 from omni.lora.attach import DEFAULT, Adapters, LowRank, adapted, check_known, fits, linears_of
 from omni.lora.config import LoRAConfig
 from omni.model.linears import TEXT_HEAD, TEXT_TABLE, checksum, dense_weight, is_quantized, text_rows_of
+from omni.utils.configuration import configuration, validate
 from omni.utils.remote import refuse_remote
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, "adapter_model.safetensors"
@@ -268,13 +270,18 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
         )
     if not (path / WEIGHTS).is_file() and (path / "adapter_model.bin").is_file():
         raise UserError(f"{path}: adapter_model.bin is a pickle, which could run code; save it with safe_serialization")
-    config = _config(settings, path / CONFIG)
+    known = {entry.name: settings[entry.name] for entry in fields(PeftSettings) if settings.get(entry.name) is not None}
+    read = validate(PeftSettings, known, lambda key: f"{path / CONFIG}: ")
+    try:
+        config = LoRAConfig(("*",), read.r, read.lora_alpha, read.lora_dropout, read.use_rslora)
+    except UserError as error:
+        raise UserError(f"{path / CONFIG}: {error}") from error
     tensors = {name: lazy() for name, lazy in read_safetensors(path / WEIGHTS).items()}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
             problem = "values that are not finite" if tensor.is_floating_point() else f"the type {tensor.dtype}"
             raise UserError(f"{path / WEIGHTS}: {name} has {problem}; make the adapter again")
-    pairs, whole, copies = _sort(tensors, config, settings, path)
+    pairs, whole, copies = _sort(tensors, config, read, path)
     modules = settings.get("modules_to_save") or ()
     unnamed = frozenset(n for n in whole if not any(_matches(re.escape(our_name(m)), n.rpartition(".")[0]) for m in modules))
     notes = open_safetensors(path / WEIGHTS).metadata() or {}
@@ -282,31 +289,20 @@ def load_adapter(folder: str | os.PathLike[str]) -> AdapterWeights:
     return AdapterWeights(pairs, replace(config, targets=tuple(pairs)), whole, base, rows, unnamed, copies)
 
 
-def _config(settings: Mapping[str, Any], where: Path) -> LoRAConfig:
-    rank, alpha, dropout = settings.get("r"), settings.get("lora_alpha"), settings.get("lora_dropout") or 0
-    stabilized = settings.get("use_rslora") or False
-    if type(rank) is not int:
-        raise UserError(f"{where}: r is {rank!r}; it must be a whole number")
-    if not _is_number(alpha) or not _is_number(dropout):
-        raise UserError(f"{where}: lora_alpha is {alpha!r} and lora_dropout {dropout!r}; they must be numbers")
-    if type(stabilized) is not bool:
-        raise UserError(f"{where}: use_rslora is {stabilized!r}; it must be true or false")
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = settings.get(key) or {}
-        if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
-            raise UserError(f"{where}: {key} is {pattern!r}; it must give a number for each name")
-    try:
-        return LoRAConfig(("*",), rank, float(alpha), float(dropout), stabilized)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
+@configuration
+class PeftSettings:
+    """What is read of `adapter_config.json`, under PEFT's names."""
 
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    r: StrictInt
+    lora_alpha: float
+    lora_dropout: float = 0.0
+    use_rslora: StrictBool = False
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
 
 
 def _sort(
-    tensors: Mapping[str, Tensor], config: LoRAConfig, settings: Mapping[str, Any], path: Path
+    tensors: Mapping[str, Tensor], config: LoRAConfig, read: PeftSettings, path: Path
 ) -> tuple[dict[str, tuple[Tensor, Tensor, float]], dict[str, Tensor], frozenset[str]]:
     halves: dict[str, dict[str, Tensor]] = {}
     whole: dict[str, Tensor] = {}
@@ -331,10 +327,8 @@ def _sort(
             raise UserError(
                 f"{path / WEIGHTS}: lora_A {list(a.shape)} and lora_B {list(b.shape)} of {name} do not fit each other"
             )
-        rank, alpha = (
-            _own(settings, key, name, path / CONFIG, default)
-            for key, default in (("rank_pattern", config.rank), ("alpha_pattern", config.alpha))
-        )
+        rank = _own(read.rank_pattern, name, f"{path / CONFIG}: rank_pattern", config.rank)
+        alpha = _own(read.alpha_pattern, name, f"{path / CONFIG}: alpha_pattern", config.alpha)
         if a.shape[0] != rank:
             raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {rank}")
         pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, alpha / _divisor(config, a))
@@ -343,14 +337,14 @@ def _sort(
     return pairs, whole, frozenset(copies)
 
 
-def _own(settings: Mapping[str, Any], key: str, name: str, where: Path, default: float) -> Any:
-    """The value that a pattern under `key` in the settings gives a linear; `default` where no pattern matches it."""
-    for pattern, value in (settings.get(key) or {}).items():
+def _own(patterns: Mapping[str, float], name: str, where: str, default: float) -> float:
+    """The value that a pattern gives a linear; `default` where none matches it."""
+    for pattern, value in patterns.items():
         try:
             if _matches(pattern, name):
                 return value
         except re.error as error:
-            raise UserError(f"{where}: {key} has {pattern!r}, which is not a regular expression ({error})") from error
+            raise UserError(f"{where} has {pattern!r}, which is not a regular expression ({error})") from error
     return default
 
 

@@ -178,7 +178,7 @@ KEY = "base_model.model.decoder.blocks.0.attention.q.lora_A.weight"
         (lambda f: broken(f, peft_type="LOHA"), "peft_type is 'LOHA'; only LORA"),
         (lambda f: broken(f, use_dora=True), "use_dora is True .DoRA."),
         (lambda f: broken(f, r=16), "lora_A of .* is .3, .*, but adapter_config.json gives it the rank 16"),
-        (lambda f: broken(f, use_rslora="false"), "use_rslora is 'false'; it must be true or false"),
+        (lambda f: broken(f, use_rslora="false"), "use_rslora is 'false'; it must be a boolean"),
         (lambda f: broken(f, init_lora_weights="pissa_niter_4"), "'pissa_niter_4', so the adapter belongs to a base that PEFT"),
         (lambda f: retensor(f, lambda t: t | {KEY: t[KEY].long()}), "lora_A.weight has the type torch.int64"),
         (lambda f: retensor(f, lambda t: t | {KEY: t[KEY] * float("nan")}), "lora_A.weight has values that are not finite"),
