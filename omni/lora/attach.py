@@ -82,10 +82,6 @@ class Selection:
     names: tuple[RowSelection, ...]
     index: Tensor | None = None
 
-    def rows(self, rows: slice) -> Selection:
-        """The selection of some rows only."""
-        return self if self.index is None else Selection(self.names, self.index[rows])
-
     def only(self, number: int, x: Tensor) -> Tensor:
         """x [B, ...] with zeros in all rows but those of selection `number`."""
         return x if self.index is None else torch.where((self.index == number).view(-1, *[1] * (x.ndim - 1)), x, 0)
@@ -144,11 +140,6 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.low(x), self.b)
-
-    @torch.no_grad()
-    def delta(self) -> Tensor:
-        """The matrix that the pair adds to the weight, [out, in], in fp32."""
-        return (self.b.float() @ self.a.float()) * self.scale
 
 
 DEFAULT = "default"

@@ -181,7 +181,6 @@ class OuterGradient(NamedTuple):
     batches=2,
     ahead=True,
     bilevel=True,
-    holds="two",
     passes=lambda m, rest, settings: (5.0, 3.0),  # inner, outer, twice inner without gradients, and the step
 )
 def autolambda(step: BilevelStep) -> OuterGradient:
@@ -215,7 +214,6 @@ def autolambda(step: BilevelStep) -> OuterGradient:
     batches=2,
     ahead=True,
     bilevel=True,
-    holds="rows",
     passes=lambda m, rest, settings: (2.0 * m + 1, 2.0 * m + 1),
 )
 def moml(step: BilevelStep) -> OuterGradient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from omni.plugins import Registry
 
@@ -58,8 +58,6 @@ class Method:
         after: updates its state by the losses after the optimizer's step, or by those of the next batch before its step.
         again: whether `after` is given the losses of the same batch, by one more forward pass, with these settings.
         bilevel: it judges a step of one micro-batch by a held-out batch; its setting `lr` is that of the weights' logits.
-        holds: gradients that a bilevel method has at once, for plans: `two` (of the step and of the step ahead), `rows` (one a
-            task of both batches) or `result` (one a task of the held-out batch, and the combined one).
         passes: of a bilevel method: forward and backward passes of a step in those of a plain one, given the number of tasks,
             the passes for losses of no task, and the settings.
     """
@@ -76,7 +74,6 @@ class Method:
     after: Callable[[Any], None] | None = None
     again: Callable[[Values], bool] = never
     bilevel: bool = False
-    holds: Literal["two", "rows", "result"] = "result"
     passes: Callable[[int, float, Values], tuple[float, float]] | None = None
 
     @property
