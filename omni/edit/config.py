@@ -1,4 +1,4 @@
-"""Settings of the editors: `finetune`, and `mend` with its transform."""
+"""Settings of MEND, with its transform."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from omni.errors import UserError
 from omni.utils.configuration import configuration
 
 Sides = Literal["combined", "separate", "one_sided", "x_only", "delta_only"]
@@ -57,27 +56,3 @@ class MendConfig:
     edit_lr: float = 1e-4
     c_edit: PositiveFloat = 0.1
     c_loc: NonNegativeFloat = 1.0
-
-
-@configuration
-class FinetuneConfig:
-    """Settings of the fine-tuning baseline.
-
-    Attributes:
-        bound: largest change: of every single weight (`linf`, dense changes only), or the norm of all changes together (`l2`).
-        steps: most steps; it stops earlier when the loss falls below `enough`.
-        rank: rank of the changes; None for dense ones.
-        seed: of the initial factors of a low-rank change (whose product is zero).
-    """
-
-    norm: Literal["linf", "l2"] = "linf"
-    bound: PositiveFloat = 1e-3
-    lr: PositiveFloat = 5e-4
-    steps: PositiveInt = 50
-    enough: float = 0.01
-    rank: PositiveInt | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.rank is not None and self.norm == "linf":
-            raise UserError("finetune.norm linf bounds single weights, which a change of low rank has none of; use l2")

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from omni.diagnostics import Guard
-from omni.edit.config import FinetuneConfig, MendConfig, Sides, TransformConfig
-from omni.edit.deltas import Delta, edited, find_linears, is_transposed, mlp_linears
-from omni.edit.finetune import finetune, project
+from omni.edit.config import MendConfig, Sides, TransformConfig
+from omni.edit.deltas import edited, find_linears, is_transposed, mlp_linears
 from omni.edit.mend import Mend, fit_step, gradient_factors, kl_divergence, load_mend, save_mend
 from omni.errors import UserError
 from tests.close import assert_near
@@ -285,90 +284,3 @@ def test_a_hypernetwork_is_read_as_it_was(model, name, split, tmp_path):
     file.write_text(json.dumps(facts))
     with pytest.raises(UserError, match=r"does not fit its tensors"):
         load_mend(tmp_path / "mend")
-
-
-# --- the baseline -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_fine_tuning_moves_the_loss_and_stays_within_its_bound(model, name, norm):
-    ids, bound = batch_of(name, 1), {"linf": 0.01, "l2": 0.3}[norm]
-    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    edits = finetune(model, ids, loss_of, config=FinetuneConfig(norm, bound, lr=0.01, steps=15))
-    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-    edits.check_base(model)
-    assert list(edits.deltas) == mlp_linears(model)
-    changes = torch.cat([delta.b.flatten() for delta in edits.deltas.values()])
-    size = changes.abs().max() if norm == "linf" else changes.norm()
-    assert float(size) == pytest.approx(bound, rel=1e-3)
-    with torch.no_grad(), edited(model, edits):
-        after = loss_of(model, ids)
-    assert float(after) < float(loss_of(model, ids).detach()) - 0.02
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("bound", [0.3, 100.0])
-def test_fine_tuning_of_low_rank_stays_within_its_bound(model, name, bound):
-    ids = batch_of(name, 1)
-    edits = finetune(model, ids, loss_of, config=FinetuneConfig("l2", bound, lr=0.05, steps=15, rank=2))
-    assert all(delta.a is not None and delta.a.shape[0] == 2 for delta in edits.deltas.values())
-    size = torch.cat([delta.weight().flatten() for delta in edits.deltas.values()]).norm()
-    if bound < 1:
-        assert float(size) == pytest.approx(bound, rel=1e-3)
-    else:
-        assert 0.3 < float(size) < bound
-    with torch.no_grad(), edited(model, edits):
-        after = loss_of(model, ids)
-    assert float(after) < float(loss_of(model, ids).detach()) - 0.02
-    again = finetune(model, ids, loss_of, config=FinetuneConfig("l2", bound, lr=0.05, steps=15, rank=2))
-    assert all(torch.equal(again.deltas[n].b, delta.b) for n, delta in edits.deltas.items())
-
-
-@pytest.mark.parametrize("name", ["llama"])
-def test_fine_tuning_stops_when_it_is_enough(model, name):
-    calls = []
-
-    def counted(model: nn.Module, ids: Tensor) -> Tensor:
-        calls.append(1)
-        return loss_of(model, ids)
-
-    edits = finetune(model, batch_of(name, 1), counted, config=FinetuneConfig(enough=100.0))
-    assert len(calls) == 1 and not any(delta.b.any() for delta in edits.deltas.values())
-    with pytest.raises(UserError, match=r"low rank.*\bl2\b"):
-        FinetuneConfig(rank=2)
-
-
-@pytest.mark.parametrize("name", ["llama"])
-def test_steps_that_pass_no_linear_are_left_out_and_a_loss_that_never_does_is_refused(model, name):
-    ids, turn = batch_of(name, 1), [0]
-
-    def sometimes(model: nn.Module, ids: Tensor) -> Tensor:
-        turn[0] += 1
-        return loss_of(model, ids) if turn[0] % 2 else torch.tensor(1.0)
-
-    config = FinetuneConfig("l2", 0.3, lr=0.01, steps=10)
-    edits = finetune(model, ids, sometimes, config=config)
-    assert all(bool(delta.b.any()) for delta in edits.deltas.values())
-    with pytest.raises(UserError, match=r"loss does not depend on.*other linears"):
-        finetune(model, ids, lambda model, ids: torch.tensor(1.0), config=config)
-
-
-def test_a_projection_is_the_nearest_point():
-    torch.manual_seed(0)
-    point = [torch.randn(3, 4), torch.randn(2, 5)]
-    flat = torch.cat([p.flatten() for p in point])
-    for norm, order in (("linf", float("inf")), ("l2", 2)):
-        moved = [p.clone() for p in point]
-        project([Delta(p) for p in moved], norm, 0.7)
-        got = torch.cat([p.flatten() for p in moved])
-        assert float(torch.linalg.vector_norm(got, order)) == pytest.approx(0.7, rel=1e-5)
-        for _ in range(200):
-            other = torch.randn_like(flat)
-            other = other * 0.7 / torch.linalg.vector_norm(other, order)
-            assert float((other - flat).norm()) >= float((got - flat).norm())
-        inside = [0.01 * p for p in point]
-        kept = [p.clone() for p in inside]
-        project([Delta(p) for p in kept], norm, 0.7)
-        assert all(torch.equal(a, b) for a, b in zip(inside, kept, strict=True))

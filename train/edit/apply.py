@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
 from omni.checkpoint.places import CODEC
-from omni.edit.deltas import Edits, edited, is_linear, mlp_linears, stack
-from omni.edit.finetune import finetune
+from omni.edit.deltas import Delta, Edits, edited, find_linears, is_linear, mlp_linears, shape_of, stack, weight_of
 from omni.edit.foreign import read_editor
 from omni.edit.mend import Mend, load_mend
 from omni.edit.storage import load_edits, load_merged, merge, read_tensors, revert, save_edits, save_merged
@@ -34,7 +34,7 @@ from train.data.build import build_source
 from train.data.config import SourceConfig
 from train.data.rows.row import Row
 from train.data.seeding import key
-from train.edit.config import ApplyConfig
+from train.edit.config import ApplyConfig, FinetuneConfig
 from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
 from train.edit.lessons import EditExample, EditObjective, draws
 
@@ -113,7 +113,7 @@ def teach(
         others = _untouched(lm, lessons, facts, config, tasks)
         with closing(Display(config.finetune.steps, mode=progress)) as display:
             mixture = _Mixture(lessons, taught, others, config, display)
-            edits = finetune(lm.model, None, mixture.loss, linears, config.finetune)
+            edits = finetune(lm.model, mixture.loss, linears, config.finetune)
         seconds, loss, kl = time.monotonic() - started, mixture.edit, mixture.kl if others else None
     return ApplyResult(edits, len(facts.facts), seconds, loss, kl, _missed(lessons, edits, facts, forms, tasks))
 
@@ -201,6 +201,63 @@ def _untouched(lm: SpeechLM, lessons: EditObjective, facts: Facts, config: Apply
     return lessons.stay([piece for row in answered for piece in lessons.pieces([row], [row.task])])
 
 
+# --- fine-tuning ------------------------------------------------------------------------------------------------------
+
+
+def finetune(model: nn.Module, loss_of: Callable[[], Tensor], linears: Iterable[str], config: FinetuneConfig) -> Edits:
+    """Adam on changes of the linears, dense [I, O] or of low rank, projected into a bound after each step (Zhu et al. 2020,
+    arXiv 2012.00363).
+
+    Deltas are trained in activation space: no weight and no parameter's `grad` is touched. Returns the edit, without graph,
+    signed for the model. UserError: a name is no linear of the model, or the loss depends on none of them."""
+    parts = find_linears(model, linears)
+    random = torch.Generator().manual_seed(config.seed)
+    edits = Edits({name: _nothing(part, config.rank, random) for name, part in parts.items()})
+    learning = [tensor for delta in edits.deltas.values() for tensor in (delta.a, delta.b) if tensor is not None]
+    optimizer = torch.optim.Adam(learning, lr=config.lr)
+    reached = False
+    for _ in range(config.steps):
+        with torch.enable_grad(), edited(model, edits):
+            loss = loss_of()
+            if float(loss.detach()) < config.enough:
+                reached = True
+                break
+            if not loss.requires_grad:  # this forward pass used none of the linears
+                continue
+            loss.backward(inputs=learning)
+        reached = reached or any(tensor.grad is not None for tensor in learning)
+        optimizer.step()
+        optimizer.zero_grad()
+        project(list(edits.deltas.values()), config.norm, config.bound)
+    if not reached:
+        raise UserError(f"the loss does not depend on what {', '.join(parts)} put out; choose other linears or tasks")
+    return edits.map(lambda change: change.detach().clone()).signed(model)
+
+
+def _nothing(part: nn.Module, rank: int | None, random: torch.Generator) -> Delta:
+    """Initialises a delta that changes nothing yet."""
+    (inputs, outputs), device = shape_of(part), weight_of(part).device
+    if rank is None:
+        return Delta(torch.zeros(inputs, outputs, device=device, requires_grad=True))
+    a = torch.randn(rank, inputs, generator=random) / inputs**0.5
+    return Delta(torch.zeros(rank, outputs, device=device, requires_grad=True), a.to(device).requires_grad_())
+
+
+@torch.no_grad()
+def project(deltas: Sequence[Delta], norm: Literal["linf", "l2"], bound: float) -> None:
+    """Projects changes to the nearest ones within the bound, in place; those of low rank (l2 alone) by scaling their b."""
+    if norm == "linf":
+        for delta in deltas:
+            delta.b.clamp_(-bound, bound)
+        return
+    # |a.T b|^2 = sum of (a a.T) * (b b.T)
+    squares = [d.b.double().square() if d.a is None else (d.a @ d.a.T) * (d.b @ d.b.T) for d in deltas]
+    square = sum(float(each.sum()) for each in squares)
+    if square > bound**2:
+        for delta in deltas:
+            delta.b.mul_(bound / square**0.5)
+
+
 class _Mixture:
     """Draws facts and untouched questions for each step."""
 
@@ -217,9 +274,10 @@ class _Mixture:
         self.others = draws(others, config.finetune.others, key(config.seed, "others")) if others else None
         self.edit = self.kl = float("nan")
 
-    def loss(self, model: nn.Module, _: object) -> Tensor:
+    def loss(self) -> Tensor:
         """The loss of the next draw."""
         self.display.tick(1, 0.0)
+        model = self.lessons.model
         edit = self.lessons.loss(model, next(self.taught))
         self.edit = float(edit.detach())
         if self.others is None:

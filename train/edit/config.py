@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from omni.edit.config import FinetuneConfig, MendConfig
+from omni.edit.config import MendConfig
 from omni.errors import UserError
 from omni.tasks import find_task
 from omni.utils.configuration import configuration, span
@@ -52,10 +52,14 @@ class SpeakConfig:
 
 
 @configuration
-class TeachConfig(FinetuneConfig):
-    """Fine-tuning (`omni.edit.finetune`); the last four are of the mixture that it trains on.
+class FinetuneConfig:
+    """Fine-tuning with a bound on the change; the last four are of the mixture that it trains on.
 
     Attributes:
+        bound: largest change: of every single weight (`linf`, dense changes only), or the norm of all changes together (`l2`).
+        steps: most steps; it stops earlier when the loss falls below `enough`.
+        rank: rank of the changes; null for dense ones.
+        seed: of the initial factors of a low-rank change (whose product is zero).
         kl: weight of the divergence on untouched questions from the model without edit.
         each: how many spoken forms each fact is taught in: another voice, other words.
         facts, others: forms of facts, and untouched questions, in one step.
@@ -67,10 +71,15 @@ class TeachConfig(FinetuneConfig):
     steps: PositiveInt = 200
     enough: float = 0.0
     rank: PositiveInt | None = 16
+    seed: int = 0
     kl: NonNegativeFloat = 1.0
     each: PositiveInt = 24
     facts: PositiveInt = 10
     others: NonNegativeInt = 20
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.norm == "linf":
+            raise UserError("finetune.norm linf bounds single weights, which a change of low rank has none of; use l2")
 
 
 @configuration
@@ -105,7 +114,7 @@ class ApplyConfig:
     linears: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ("A1A2", "T1A2")
     stream_weights: tuple[float, ...] | None = None
-    finetune: TeachConfig = field(default_factory=TeachConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     speak: SpeakConfig = field(default_factory=SpeakConfig)
     untouched: SourceConfig | None = None
     untouched_count: NonNegativeInt = 300
