@@ -1,4 +1,4 @@
-"""Two runs side by side whose questions stand at different places: the same ones are found, and no others."""
+"""Two runs side by side, also of questions at different places: the same ones are found, and no others."""
 
 from __future__ import annotations
 
@@ -35,9 +35,36 @@ def test_a_folder_and_the_rows_prepared_of_it(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({**line, "reference": f"not {line['reference']}"}) + "\n" for line in lines))
     with pytest.raises(UserError, match="no answered question in common"):
         compare(a, b)
-    file.write_text(file.read_text()[:20])
-    with pytest.raises(UserError, match="no answered question in common"):
-        compare(a, b)
+
+
+@pytest.mark.long
+def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, other = save_model(tmp_path / "model"), save_model(tmp_path / "other", seed=4)
+    speech, a, b = write_librispeech(tmp_path / "libri"), tmp_path / "a", tmp_path / "b"
+    assert run(model, speech, "--out", a, *QUICK) == 0
+    assert run(other, speech, "--out", b, *QUICK, "--limit", "5") == 0
+    assert run("--compare", a, b) == 0
+    out = b / "compared_with_a"
+    found = json.loads((out / "compare.json").read_text())
+    of_b = {r["index"]: r["scores"]["wer"] for r in read_lines(b / "answers.jsonl") if "broken" not in r}
+    of_a = {r["index"]: r["scores"]["wer"] for r in read_lines(a / "answers.jsonl") if r["index"] in of_b}
+    rates = [sum(e for e, _ in side.values()) / sum(n for _, n in side.values()) for side in (of_a, of_b)]
+    change = found["changes"]["wer"]
+    assert found["common"] == len(of_b) == change["difference"]["questions"]
+    assert (change["a"]["value"], change["b"]["value"]) == pytest.approx(tuple(rates))
+    assert change["difference"]["value"] == pytest.approx(rates[1] - rates[0])
+    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{10 - len(of_b)} further questions of A are left out" in (out / "compare.md").read_text()
+    assert "B - A" in capsys.readouterr().out
+    with (b / "answers.jsonl").open("a") as handle:  # as a killed process leaves it
+        handle.write('{"index": 99, "whe')
+    assert run("--compare", a, b, "--out", tmp_path / "torn") == 0
+    assert (tmp_path / "torn" / "compare.json").read_bytes() == (out / "compare.json").read_bytes()
+    assert run("--compare", a, a, "--out", tmp_path / "same") == 0
+    same = json.loads((tmp_path / "same" / "compare.json").read_text())["changes"]
+    assert all(c["difference"]["low"] == c["difference"]["high"] == 0 for c in same.values())
+    with pytest.raises(UserError, match=r"nowhere holds no evaluation .it has no run.json"):
+        run("--compare", a, tmp_path / "nowhere")
 
 
 def record(index: int, name: str, question: str | None = "what?", reference: str | None = None) -> dict[str, Any]:

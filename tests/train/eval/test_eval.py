@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jiwer
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -16,11 +14,12 @@ from omni.errors import UserError
 from omni.files import LOCK, locked
 from omni.generate.speech_lm import SpeechLM
 from omni.stores.tries import StoreError
+from tests.train.data.inspect.toys import codes_with_null, path_with_nul, spoilt
 from tests.train.eval.toys import QUICK, noise, read_lines, save_model, voicebench, write_librispeech, write_voicebench
 from train.commands.eval import main
 from train.data.readers import Broken
 from train.data.rows.parquet import write_rows
-from train.data.rows.row import Codes, Row, RowTurn, Sound, features, to_plain
+from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.eval import journal
 from train.eval.config import EvalConfig
 from train.eval.questions import Questions, open_data, readable
@@ -232,28 +231,13 @@ def test_an_output_of_something_else_is_refused(model: Path, speech: Path, tmp_p
         run(model, speech, "--out", tmp_path / "used", *quick)
 
 
-def broken_rows(file: Path) -> Path:
-    """Four of our own rows: codes whose streams are of two lengths, codes with a null, a path with NUL, and a sound one."""
-    sound = Sound(torch.from_numpy(noise(0)), 16000).plain()
-    codes = {"codec": "codec2", "order": "streams", "frames": [[1], [1, 2], [1], [1]]}
-    rows = [to_plain(Row((RowTurn(f"what {i}", None, "that"),), id=str(i))) for i in range(4)]
-    for row in rows:
-        row["turns"][0]["question_audio"] = sound
-    rows[0]["turns"][0]["answer_codes"] = codes
-    rows[1]["turns"][0]["answer_codes"] = {**codes, "frames": [[1], [None], [1], [1]]}
-    rows[2]["turns"][0]["question_audio"] = {"bytes": None, "path": "a\0b"}
-    pq.write_table(pa.Table.from_pylist(rows, schema=features().arrow_schema), file)
-    return file
-
-
 def test_stored_rows_that_break_the_format_are_left_out(model: Path, tmp_path: Path) -> None:
-    data, out = broken_rows(tmp_path / "rows.parquet"), tmp_path / "out"
+    data, out = spoilt(tmp_path / "data", path_with_nul, codes_with_null), tmp_path / "out"
     for _ in range(2):  # and gone on with
         assert run(model, data, "--out", out, *QUICK, "--timed", "0", "--task", "A1T2") == 0
     found = report(out)
-    assert found["answered"] == 1 and [r["where"] for r in found["broken"]] == [f"{data} row {i}" for i in range(3)]
-    whys = [r["why"] for r in found["broken"]]
-    assert "expected sequence of length 1 at dim 1 (got 2)" in whys[0] and "NoneType" in whys[1]
+    assert found["answered"] == 4 and [r["where"] for r in found["broken"]] == [f"{data}/rows.parquet row {i}" for i in (2, 3)]
+    assert "holds NUL" in found["broken"][0]["why"] and "NoneType" in found["broken"][1]["why"]
 
 
 def test_half_a_surrogate_pair_costs_its_row(
@@ -273,9 +257,6 @@ def test_half_a_surrogate_pair_costs_its_row(
     assert item == Broken("here row 3", "its answer_text holds U+DC00, half of a surrogate pair: fix or drop the row")
 
 
-# --- ASR, and two runs  -----------------------------------------------------------------------------------------------
-
-
 def test_spoken_answers_are_heard(model: Path, tmp_path: Path) -> None:
     data = write_voicebench(tmp_path / "set.parquet", voicebench(3))
     out = tmp_path / "out"
@@ -291,37 +272,3 @@ def test_spoken_answers_are_heard(model: Path, tmp_path: Path) -> None:
     words = sum(len(w.split()) for w in written)
     assert found["figures"]["speech_text_wer"]["value"] == pytest.approx(errors / words)
     assert "transcribed by pocketsphinx" in (out / "report.md").read_text()
-
-
-@pytest.mark.long
-def test_two_runs_side_by_side(model: Path, speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = save_model(tmp_path / "other", seed=4)
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert run(model, speech, "--out", a, *QUICK) == 0
-    assert run(other, speech, "--out", b, *QUICK, "--limit", "5") == 0
-    assert run("--compare", a, b) == 0
-    out = b / "compared_with_a"
-    found = json.loads((out / "compare.json").read_text())
-    of_b = {r["index"]: r["scores"]["wer"] for r in read_lines(b / "answers.jsonl") if "broken" not in r}
-    of_a = {r["index"]: r["scores"]["wer"] for r in read_lines(a / "answers.jsonl") if r["index"] in of_b}
-    rates = [sum(e for e, _ in side.values()) / sum(n for _, n in side.values()) for side in (of_a, of_b)]
-    change = found["changes"]["wer"]
-    assert found["common"] == len(of_b) == change["difference"]["questions"]
-    assert (change["a"]["value"], change["b"]["value"]) == pytest.approx(tuple(rates))
-    assert change["difference"]["value"] == pytest.approx(rates[1] - rates[0])
-    assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{10 - len(of_b)} further questions of A are left out" in (out / "compare.md").read_text()
-    assert "B - A" in capsys.readouterr().out
-    with (b / "answers.jsonl").open("a") as handle:  # as a killed process leaves it
-        handle.write('{"index": 99, "whe')
-    assert run("--compare", a, b, "--out", tmp_path / "torn") == 0
-    assert (tmp_path / "torn" / "compare.json").read_bytes() == (out / "compare.json").read_bytes()
-    assert run("--compare", a, a, "--out", tmp_path / "same") == 0
-    same = json.loads((tmp_path / "same" / "compare.json").read_text())["changes"]
-    assert all(c["difference"]["low"] == c["difference"]["high"] == 0 for c in same.values())
-    third = tmp_path / "third"
-    assert run(model, write_voicebench(tmp_path / "set.parquet", voicebench(3)), "--out", third, *QUICK) == 0
-    with pytest.raises(UserError, match="in common"):
-        run("--compare", a, third)
-    with pytest.raises(UserError, match=r"nowhere holds no evaluation .it has no run.json"):
-        run("--compare", a, tmp_path / "nowhere")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from omni.generate.speech_lm import SpeechLM
+from tests.train.eval.test_eval import report
 from tests.train.eval.toys import QUICK, noise, save_model
 from train.cli import main
 from train.data.rows.parquet import write_rows
@@ -49,10 +50,6 @@ def test_turns_are_those_of_a_session(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*command, "--task", "A1T2"]) == 0 and (out / "turns.jsonl").read_bytes() == before
     assert main([*command[:3], "--out", str(tmp_path / "none"), *command[5:], "--task", "T1A1"]) == 2
     assert "--turns compares texts, and T1A1 writes none" in capsys.readouterr().err
-
-
-def report(folder: Path) -> dict:
-    return json.loads((folder / "report.json").read_text())
 
 
 def test_no_records_have_no_figures() -> None:

@@ -33,14 +33,9 @@ def data(tmp_path: Path) -> Path:
     for place in range(20, COUNT, 2):
         first = dice.randrange(place)
         turn, other = rows[place].turns[0], rows[first].turns[0]
-        turn = dice.choice(
-            [
-                replace(turn, question_audio=other.question_audio),
-                replace(turn, question_text=other.question_text, answer_text=other.answer_text),
-                other,
-            ]
-        )
-        rows[place] = replace(rows[place], turns=(turn,))
+        again = replace(turn, question_text=other.question_text, answer_text=other.answer_text)
+        turns = dice.choice([replace(turn, question_audio=other.question_audio), again, other])
+        rows[place] = replace(rows[place], turns=(turns,))
     rows[52] = row(52, question_audio=row(1).turns[0].question_audio)
     rows[58] = row(58, question_text=row(52).turns[0].question_text, answer_text=row(52).turns[0].answer_text)
     rows[7] = replace(rows[7], speaker="nobody", turns=rows[50].turns)
@@ -67,22 +62,17 @@ def test_the_pieces_of_a_scan_are_all_of_it_once(data: Path, monkeypatch: pytest
         assert sum(len(part.numbers()) for part in parts) <= len(scan.files) + len(parts)  # files are not searched
 
 
-def test_the_report_is_read_once_for_all_pieces(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, described = [], DataFiles.described
-    monkeypatch.setattr(DataFiles, "described", lambda self: read.append(1) or described(self))
+def test_report_and_footers_are_read_once_for_all_pieces(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    described, head = DataFiles.described, Scan._head
+    reports: list[int] = []
+    footers: list[Any] = []
+    monkeypatch.setattr(DataFiles, "described", lambda self: reports.append(1) or described(self))
     monkeypatch.setattr(module, "PIECE", 1)
     scan = Scan(data)
-    read.clear()
+    monkeypatch.setattr(Scan, "_head", lambda self, file: footers.append(file) or head(self, file))
+    reports.clear()
     check = row_checks(scan, Bounds(), Codecs())
-    assert all(check(rows) for rows in scan.pieces()[:20]) and len(read) == 1
-
-
-def test_a_footer_is_read_once_for_the_pieces_of_a_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scan, read, head = Scan(data), [], Scan._head
-    monkeypatch.setattr(Scan, "_head", lambda self, file: read.append(file) or head(self, file))
-    monkeypatch.setattr(module, "PIECE", 1)
-    found = [item.index for rows in scan.pieces() for item in scan.part(rows)]
-    assert read == scan.files and found == [item.index for item in Scan(data)]
+    assert all(check(rows) for rows in scan.pieces()) and len(reports) == 1 and footers == scan.files
 
 
 @pytest.mark.long

@@ -19,19 +19,8 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from omni.tasks import find_task
-from tests.train.data.inspect.toys import (
-    BAD_PARTS,
-    RATE,
-    Beeper,
-    foreign_codes,
-    large_code,
-    noise,
-    only_snac,
-    row,
-    spoilt,
-    stored,
-    wav,
-)
+from tests.train.data.inspect import toys
+from tests.train.data.inspect.toys import BAD_PARTS, RATE, Beeper, noise, only_snac, row, spoilt, stored, wav
 from tests.train.data.toys import MODELS, TOKENIZER
 from train.commands.data import run_stats as main
 from train.data.batching.examples import ExampleMaker, Prepared
@@ -133,7 +122,7 @@ def test_damaged_data_are_counted_as_such(tmp_path: Path, capsys: pytest.Capture
 
 def test_bad_rows_are_noted_and_the_rest_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only_snac(monkeypatch)
-    data = spoilt(tmp_path / "data", *BAD_PARTS, foreign_codes, large_code)
+    data = spoilt(tmp_path / "data", *BAD_PARTS, toys.foreign_codes, toys.large_code)
     config = Target(model("codec2"), TOKENIZER)
     for codecs in (Codecs(), Codecs(tmp_path / "snac")):
         done = collect(Scan(data), codecs, config, (find_task("A1A2"),))

@@ -72,30 +72,20 @@ def spoilt(folder: Path, *changes: Callable[[dict[str, Any]], None]) -> Path:
     return folder
 
 
-def path_with_nul(turn: dict[str, Any]) -> None:
-    turn["question_audio"] = {"bytes": None, "path": "a\0b"}
-
-
-def path_too_long(turn: dict[str, Any]) -> None:
-    turn["question_audio"] = {"bytes": None, "path": "a" * 5000}
-
-
-def word_without_time(turn: dict[str, Any]) -> None:
-    turn["words"] = [{"text": None, "start": None, "end": None, "who": "user"}]
+def setting(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change that sets a field of a stored turn."""
+    return lambda turn: turn.update({name: value})
 
 
 def codes_with_null(turn: dict[str, Any]) -> None:
     turn["answer_codes"]["frames"][1][0] = None
 
 
-def foreign_codes(turn: dict[str, Any]) -> None:
-    turn["answer_codes"] = {"codec": "hubert", "order": "streams", "frames": [[7] * 25]}
-
-
-def large_code(turn: dict[str, Any]) -> None:
-    turn["answer_codes"] = {"codec": "mystery", "order": "streams", "frames": [[2_000_000_000, 1]]}
-
-
+path_with_nul = setting("question_audio", {"bytes": None, "path": "a\0b"})
+path_too_long = setting("question_audio", {"bytes": None, "path": "a" * 5000})
+word_without_time = setting("words", [{"text": None, "start": None, "end": None, "who": "user"}])
+foreign_codes = setting("answer_codes", {"codec": "hubert", "order": "streams", "frames": [[7] * 25]})
+large_code = setting("answer_codes", {"codec": "mystery", "order": "streams", "frames": [[2_000_000_000, 1]]})
 BAD_PARTS = (path_with_nul, path_too_long, word_without_time, codes_with_null)
 
 
