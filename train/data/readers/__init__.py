@@ -7,8 +7,7 @@ overrides that.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,15 @@ from omni.stores.reading import local_path
 from omni.utils.remote import check_there
 from train.data.readers.codes import codes_kinds
 from train.data.readers.containers import TAR
-from train.data.readers.contract import Broken, OpenedSource, Reader, ReaderOptions
+from train.data.readers.contract import Broken as Broken
+from train.data.readers.contract import OpenedSource as OpenedSource
+from train.data.readers.contract import Reader as Reader
+from train.data.readers.contract import ReaderOptions as ReaderOptions
 from train.data.readers.conversations import ALPACA, CHAT, LLAMA_OMNI, LUCY, SLAM_OMNI, VOICE_ASSISTANT
 from train.data.readers.segments import CUTS, MOSHI
 from train.data.readers.source import RecordReader
 from train.data.readers.table import COMMON_VOICE, LIBRISPEECH, RECORDINGS, ROWS, TABLE, unknown
 from train.data.readers.templates.dialogues import DialoguesReader
-
-__all__ = [
-    "READERS",
-    "Broken",
-    "OpenedSource",
-    "Reader",
-    "ReaderOptions",
-    "check_options",
-    "open_source",
-    "recognise",
-    "recognise_record",
-    "register_reader",
-]
 
 _ALL: tuple[Reader, ...] = (
     VOICE_ASSISTANT,
@@ -84,11 +73,10 @@ def recognise(path: str | os.PathLike[str]) -> Reader:
     """Find the reader for a file or folder; UserError where it does not exist or no reader recognises it."""
     source = data_path(path)
     check_there(source, "data", f"data {source} does not exist: name a file or folder of one of {', '.join(READERS)}")
-    for reader in _in_order():
-        with _of(reader):
-            if reader.recognise(source):
-                return reader
-    raise UserError(unknown(source, tuple(READERS)))
+    reader = next((reader for reader in _in_order() if reader.recognise(source)), None)
+    if reader is None:
+        raise UserError(unknown(source, tuple(READERS)))
+    return reader
 
 
 def _in_order() -> list[Reader]:
@@ -115,8 +103,7 @@ def open_source(path: str | os.PathLike[str], options: ReaderOptions | None = No
     check_there(source, "data", f"data {source} does not exist: name a file or folder")
     # Mapped columns mean that the data are a table, even where the columns would fit another format.
     reader = READERS[options.format or "table"] if options.format or options.columns else recognise(path)
-    with _of(reader):
-        return reader(source, options)
+    return reader(source, options)
 
 
 def check_options(options: ReaderOptions, prefix: str = "--read") -> None:
@@ -124,16 +111,3 @@ def check_options(options: ReaderOptions, prefix: str = "--read") -> None:
     for option, value, known in (("format", options.format, READERS), ("codec", options.codec, codes_kinds())):
         if value and value not in known:
             raise UserError(f"{prefix}.{option} {value!r} is unknown: there are {', '.join(known)}")
-
-
-@contextmanager
-def _of(reader: Reader) -> Iterator[None]:
-    """A context in which an error of a plug-in's reader names it."""
-    try:
-        yield
-    except (UserError, OSError):
-        raise
-    except Exception as error:
-        if reader in _ALL:
-            raise
-        raise UserError(f"reader {reader.name} failed with {type(error).__name__}: {' '.join(str(error).split())}") from error

@@ -236,9 +236,7 @@ def check_order(items: Iterable[Row | Broken], said: str, format: str) -> None:
 
     rows, frames = [], []
     for item in items:
-        if isinstance(item, Broken):
-            continue
-        codes = [turn.answer_codes for turn in item.turns if turn.answer_codes is not None]
+        codes = [] if isinstance(item, Broken) else [turn.answer_codes for turn in item.turns if turn.answer_codes is not None]
         arrays = [code.frames.numpy() for code in codes if code.codec == "snac" and code.order == said]
         if arrays:
             rows.append(item.where)

@@ -270,7 +270,9 @@ _CODES = {"answer_snac": "snac", "answer_cosyvoice_speech_token": "cosyvoice", "
 def assistant_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, format: str) -> Row:
     """Make the row of one record of either `format`; UserError where it is broken."""
     turns = history(text(data, "question", "source_text", needed=True))
-    field = _code_field(data, options.codec)
+    filled = [field for field in _CODES if data.get(field)]
+    wanted = (field for field in filled if options.codec.startswith(_CODES[field]))  # or else the first
+    field = next(wanted, filled[0] if filled else "")
     turn = replace(
         turns[-1],
         question_audio=files.sound(data.get("question_audio") or data.get("source_wav")),
@@ -298,12 +300,6 @@ def history(question: str) -> list[RowTurn]:
         )
     answers = [*said[1::2], ""]
     return [RowTurn(question_text=asked, answer_text=answer) for asked, answer in zip(said[::2], answers, strict=True)]
-
-
-def _code_field(data: Mapping[str, Any], codec: str) -> str:
-    """Name of the field whose codes are used: that of the wanted codec, or else the first that is not empty."""
-    filled = [field for field in _CODES if data.get(field)]
-    return next((field for field in filled if codec and codec.startswith(_CODES[field])), filled[0] if filled else "")
 
 
 VOICE_ASSISTANT = RecordReader(

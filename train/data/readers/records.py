@@ -28,6 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from omni.audio.decode import SUFFIXES
 from omni.errors import UserError
 from omni.files import refuse_pointer
 
@@ -183,14 +184,18 @@ class JsonLines(TextRecords):
 
 
 class Transcript(JsonLines):
-    """Records of LibriSpeech's transcripts, lines of a name and a text; `folder` is the file's own."""
+    """Records of LibriSpeech's transcripts, lines of a name, which a recording beside the file has, and a text."""
 
     def _fields(self, part: bytes) -> dict[str, str]:
         try:
             name, _, said = part.decode().strip().partition(" ")
         except UnicodeDecodeError as error:
             raise UserError("is not UTF-8: convert the file") from error
-        return {"id": name, "text": said.strip(), "folder": str(self.path.parent.resolve())}
+        if not said.strip() or Path(name).name != name:
+            raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")
+        start = self.path.parent.resolve() / name
+        ending = next((ending for ending in SUFFIXES if os.path.isfile(f"{start}{ending}")), SUFFIXES[0])
+        return {"id": name, "question_text": said, "question_audio": f"{start}{ending}", "speaker": name.partition("-")[0]}
 
 
 class JsonArray(TextRecords):
@@ -244,17 +249,12 @@ class TableRecords(TextRecords):
     that `sep=;` before it says). Lines end in LF, CR LF or CR. Values may be quoted, but not in .tsv between tabs. A quote that
     is not closed, or only after lines that are rows of their own, breaks the row that opens it and no other."""
 
-    @property
-    def header(self) -> list[str]:
-        """Names of the columns; empty where they cannot be read."""
-        return self.layout.names
-
     def columns(self) -> list[str]:
         super().columns()
-        twice = [name for name, count in Counter(self.header).items() if count > 1]
+        twice = [name for name, count in Counter(self.layout.names).items() if count > 1]
         if twice:
             raise UserError(f"{self.path} has the column {twice[0]!r} more than once; give each column a name of its own")
-        return self.header
+        return self.layout.names
 
     @cached_property
     def layout(self) -> TableLayout:
@@ -295,7 +295,8 @@ class TableRecords(TextRecords):
             values: list[str] | UserError
             try:
                 values = next(reader, [])
-                rows = sum(_is_row(line.split(style["delimiter"]), len(names)) for line in taken[1:-1])
+                split = (line.split(style["delimiter"]) for line in taken[1:-1])  # prose has a space after a comma
+                rows = sum(len(s) == len(names) > 1 and not any(v[:1].isspace() for v in s[1:]) for s in split)
                 why = "closes a quote only after lines that are rows of their own" if 2 * rows > len(taken[1:-1]) else ""
             except csv.Error as error:
                 why = "opens a quote that is not closed in it" if len(taken) > 1 else f"is no row of a table ({error})"
@@ -311,7 +312,7 @@ class TableRecords(TextRecords):
             number += len(taken)
 
     def _fields(self, part: list[str]) -> dict[str, str]:
-        names, said = self.header, "".join(part)
+        names, said = self.layout.names, "".join(part)
         if len(part) != len(names):
             quoted = self.layout.style["quoting"] != csv.QUOTE_NONE
             advice = "quote or fix it" if quoted else "fix it (tabs part values, which are not quoted here)"
@@ -319,11 +320,6 @@ class TableRecords(TextRecords):
         if not said.isascii() and _UNDECODED.search(said):
             raise UserError("is not UTF-8: convert the file")
         return dict(zip(names, part, strict=True))
-
-
-def _is_row(values: list[str], columns: int) -> bool:
-    """True for values of a row, one for each column; prose has a space after a comma."""
-    return len(values) == columns > 1 and not any(value[:1].isspace() for value in values[1:])
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:

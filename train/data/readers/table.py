@@ -111,13 +111,12 @@ class TableReader(RecordReader):
                 raise UserError(f"--read.columns maps {field!r}, which is no field of a row: there are {', '.join(fields)}")
             if column not in held:
                 raise UserError(f"{where} has no column {column!r}: it has {', '.join(held)}")
-        names = {field: options.columns.get(field, field) for field in fields}
-        if not any(names[field] in held for field in TURN):
+        if not any(options.columns.get(field, field) in held for field in TURN):
             raise UserError(
                 f"{where} has none of the columns {', '.join(TURN)}: it has {', '.join(held)}; "
                 f"map them, such as with {columns_flag(held)}"
             )
-        return RowMapper(partial(table_row, names=names), files, options)
+        return RowMapper(partial(table_row, names=options.columns), files, options)
 
     def _files(self, path: Path) -> list[Path]:
         files = list_files(path, self.endings, 0) if path.is_dir() else [str(path)]
@@ -129,16 +128,15 @@ def one_table(files: Sequence[Path]) -> bool:
     return len(files) == 1 or (len(files) > 1 and all(file.name.lower().endswith(TAR) for file in files))
 
 
-def table_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, names: Mapping[str, str]) -> Row:
-    """Make the row of one record; UserError where it has none of the parts of a turn, or one is broken."""
-    turn = RowTurn(
-        question_text=text(data, names["question_text"]),
-        question_audio=files.sound(data.get(names["question_audio"])),
-        answer_text=text(data, names["answer_text"]),
-        answer_audio=files.sound(data.get(names["answer_audio"])),
-    )
-    fields = {field: text(data, names[field]) for field in ROW}
-    return make_row([turn], options, "table", where, **fields)
+def table_row(
+    data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions, names: Mapping[str, str], format: str = "table"
+) -> Row:
+    """Make the row of one record; UserError where it has none of the parts of a turn, or one is broken. `names`: the columns of
+    fields, where these have other names."""
+    texts = {field: text(data, names.get(field, field)) for field in (*ROW, "question_text", "answer_text")}
+    question, answer = (files.sound(data.get(names.get(field, field))) for field in ("question_audio", "answer_audio"))
+    turn = RowTurn(texts.pop("question_text"), question, texts.pop("answer_text"), answer)
+    return make_row([turn], options, format, where, **texts)
 
 
 def stored_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
@@ -175,7 +173,7 @@ ROWS = RecordReader(
 TABLE = TableReader(
     "table",
     "CSV, TSV, JSON lines, Parquet or .tar with question_audio, question_text, answer_audio, answer_text (or columns mapped)",
-    table_row,
+    partial(table_row, names={}),
     ENDINGS,
     tuple(frozenset({field}) for field in TURN),
 )
@@ -194,12 +192,12 @@ class CommonVoice(RecordReader):
         if len(tables) > 1:
             names = ", ".join(table.path.name for table in tables)
             raise UserError(f"{path} holds several tables, which share rows: name one of {names} in it")
-        return tables
+        return list(tables)
 
-    def _tables(self, path: Path) -> list[Records]:
+    def _tables(self, path: Path) -> Sequence[TableRecords]:
         files = list_files(path, self.endings, 0) if path.is_dir() else [str(path)]
         tables = [TableRecords(Path(file)) for file in files if file.endswith(self.endings)]
-        return [table for table in tables if self.fits(dict.fromkeys(table.header))]
+        return [table for table in tables if self.fits(dict.fromkeys(table.layout.names))]
 
 
 def common_voice_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
@@ -222,23 +220,12 @@ COMMON_VOICE = CommonVoice(
 )
 
 
-def librispeech_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:
-    """Make the row of one line; UserError where its recording is missing or broken."""
-    name, said = data["id"], data["text"]
-    if not said or Path(name).name != name:
-        raise UserError(f"{name!r} is not followed by a text: a line is <id> <TEXT>")
-    folder = files.locate(data["folder"])[0]
-    endings = [ending for ending in SUFFIXES if (Path(data["folder"]) / f"{name}{ending}").is_file()]
-    sound = files.sound(str(Path(folder) / f"{name}{endings[0] if endings else SUFFIXES[0]}"))
-    return make_row([RowTurn(said, sound)], options, "librispeech", where, id=name, speaker=name.split("-")[0])
-
-
 LIBRISPEECH = RecordReader(
     "librispeech",
     "LibriSpeech: folders with *.trans.txt and a .flac for each of their lines",
-    librispeech_row,
+    partial(table_row, names={}, format="librispeech"),
     (TRANSCRIPT,),
-    (frozenset({"id", "text"}),),
+    (frozenset({"id", "question_text"}),),
     depth=sys.maxsize,
 )
 

@@ -99,7 +99,7 @@ def test_quoted_texts_of_several_lines_are_read(tmp_path, text, columns):
 )
 def test_a_first_line_that_names_no_columns_is_one_line_of_error(tmp_path, text, why):
     with pytest.raises(UserError, match=why) as error:
-        table(tmp_path / "a.csv", text).header  # noqa: B018
+        table(tmp_path / "a.csv", text).layout  # noqa: B018
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 

@@ -54,6 +54,6 @@ def test_transcripts_whose_lines_are_broken(tmp_path):
     (tmp_path / "1/2/1-2.trans.txt").write_bytes(b"1-2-0 A TEXT\n1-2-1 ANOTHER\n1-2-0\n../1-2-0 A TEXT\n1-2-0 \xff\n")
     found = list(open_source(tmp_path))
     assert isinstance(found[0], Row)
-    whys = ("'1/2/1-2-1.flac' is not there", "is not followed by a text", "is not followed by a text", "is not UTF-8")
+    whys = ("/1/2/1-2-1.flac' is not there", "is not followed by a text", "is not followed by a text", "is not UTF-8")
     for number, (item, why) in enumerate(zip(found[1:], whys, strict=True)):
         assert isinstance(item, Broken) and why in item.why and item.where.endswith(f"1-2.trans.txt line {number + 2}")

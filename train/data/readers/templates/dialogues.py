@@ -1,26 +1,6 @@
 """Reads a file of dialogues with slots: rows of written questions and answers, spread evenly over wordings and combinations.
 
-    held_out: 0.1                              share of the combinations of slots that are kept for evaluation; 0.1
-    joined: [5, 2, 1]                          weights of rows of one, two, three dialogues, one after another; [1]
-    numbers: [null, eins, zwei]                words of 0, 1, 2, ...; English up to 99
-    tables:
-      digit: {from: 0, to: 9}                  numbers
-      day: [monday, tuesday]                   a list of texts
-      pair:                                    rows with columns
-        - {word: hot, opposite: cold}
-    wordings:
-      what is: (what is | what's | tell me)    parts of sentences: `<what is>`; a text or a list of them
-    dialogues:
-      - skill: sums                            named in the rows' source, so that figures are given by skill
-        weight: 2                              share of the rows, relative to other dialogues; 1
-        begins: true                           it comes after no other dialogue, as what asks for a name that nobody told; false
-        slots: {a: digit, b: digit}            the table of each slot; a table's own name is a slot without that
-        values: {c: {sum: [a, b], to: 10}}     computed of slots and of values before (`FUNCTIONS`)
-        turns:                                 or question and answer without turns, for one
-          - question: ["<what is> {a} plus {b}", "{a} and {b}"]
-            answer: "{c}"
-
-Sentences are in the notation of `sentences`. A question is one sentence or a list, an answer one sentence of one wording.
+docs/data.md (Dialogues of your own) documents the file, and `sentences` the notation of its sentences.
 
 Row i of N is a pure function of the file, the seed and N. Rows of several dialogues (`joined`) begin with the one that has its
 place here, and others of the rows follow. A dialogue has its share of the rows, by weight; they go through its
