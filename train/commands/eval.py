@@ -36,22 +36,6 @@ def main(argv: Sequence[str]) -> int:
         return _compare(argv)
     if "--turn_ends" in names:
         return _evaluate_turn_ends(argv)
-    parser = _parser()
-    chosen = parser.read(argv)
-    config = parser.configuration()
-    if chosen["teacher"] is not None:
-        return _evaluate_distances(chosen, config)
-    if chosen["chunks"] is not None:
-        return _evaluate_delays(chosen, config)
-    run, figures = evaluate(chosen["model"], chosen["data"], chosen["out"], config, chosen["progress"])
-    _show_figures(run, figures)
-    return 0
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
-def _parser() -> ConfigParser:
     known: Mapping[str, Any] = {**OWN, **READERS}
     formats = "\n".join(f"  {name:<18} {reader.summary}" for name, reader in known.items())
     parser = ConfigParser(
@@ -81,7 +65,15 @@ def _parser() -> ConfigParser:
         help="ask nothing: measure how far the encoder's frames are from those of this model's, which hears recordings whole",
     )
     add_progress(parser)
-    return parser
+    chosen = parser.read(argv)
+    config = parser.configuration()
+    if chosen["teacher"] is not None:
+        return _evaluate_distances(chosen, config)
+    if chosen["chunks"] is not None:
+        return _evaluate_delays(chosen, config)
+    run, figures = evaluate(chosen["model"], chosen["data"], chosen["out"], config, chosen["progress"])
+    _show_figures(run, figures)
+    return 0
 
 
 def _milliseconds(text: str) -> list[int]:

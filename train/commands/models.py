@@ -58,7 +58,23 @@ def run_convert(argv: Sequence[str]) -> int:
 
 def run_push(argv: Sequence[str]) -> int:
     """Runs the command; prints what is uploaded, and where it is then."""
-    parser = _push_parser()
+    parser = Parser(
+        prog="omni-train push",
+        description="Upload a model folder to the Hugging Face Hub, with its adapters and a model card, in one commit. A token "
+        f"is looked for as `hf` does (`hf auth login`, HF_TOKEN). A {CARD} in the folder, and one that was edited at the hub, "
+        "are kept; otherwise it is written from the run: model, data, figures. `--dry_run` shows it.",
+    )
+    parser.add_argument("model", type=given_path, help="a model folder, or the folder of a finished run")
+    parser.add_argument("address", help="hf://owner/name, or hf://owner/name@branch; made where it is not there")
+    parser.add_argument("--license", default="", help="such as apache-2.0, or other; needed where the folder has no card")
+    parser.add_argument("--license_name", default="", help="of a license that the hub does not know (--license other)")
+    parser.add_argument("--license_link", default="", help="where its text is")
+    parser.add_argument("--language", default="", help="languages that it speaks: en, or en,de (default: of the data's cards)")
+    parser.add_argument("--report", type=given_path, nargs="+", help="output folders of `eval`, for the card")
+    parser.add_argument("--run", type=given_path, help="folder of the run that made it (default: where the model is)")
+    parser.add_argument("--private", action="store_true", help="make a new repository private (default: public)")
+    parser.add_argument("--message", default="Upload a model of omni-speech", help="of the commit")
+    parser.add_argument("--dry_run", action="store_true", help="show files and card, and upload nothing")
     chosen = parser.read(argv)
     with importing():
         from huggingface_hub import ModelCardData
@@ -79,27 +95,6 @@ def run_push(argv: Sequence[str]) -> int:
     push(upload, chosen["private"], chosen["message"], lambda line: print(line, flush=True))
     print(f'read it by SpeechLM.from_pretrained("{at}"), or --model {at}')
     return 0
-
-
-def _push_parser() -> Parser:
-    parser = Parser(
-        prog="omni-train push",
-        description="Upload a model folder to the Hugging Face Hub, with its adapters and a model card, in one commit. A token "
-        f"is looked for as `hf` does (`hf auth login`, HF_TOKEN). A {CARD} in the folder, and one that was edited at the hub, "
-        "are kept; otherwise it is written from the run: model, data, figures. `--dry_run` shows it.",
-    )
-    parser.add_argument("model", type=given_path, help="a model folder, or the folder of a finished run")
-    parser.add_argument("address", help="hf://owner/name, or hf://owner/name@branch; made where it is not there")
-    parser.add_argument("--license", default="", help="such as apache-2.0, or other; needed where the folder has no card")
-    parser.add_argument("--license_name", default="", help="of a license that the hub does not know (--license other)")
-    parser.add_argument("--license_link", default="", help="where its text is")
-    parser.add_argument("--language", default="", help="languages that it speaks: en, or en,de (default: of the data's cards)")
-    parser.add_argument("--report", type=given_path, nargs="+", help="output folders of `eval`, for the card")
-    parser.add_argument("--run", type=given_path, help="folder of the run that made it (default: where the model is)")
-    parser.add_argument("--private", action="store_true", help="make a new repository private (default: public)")
-    parser.add_argument("--message", default="Upload a model of omni-speech", help="of the commit")
-    parser.add_argument("--dry_run", action="store_true", help="show files and card, and upload nothing")
-    return parser
 
 
 def run_validate(argv: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.state import seed_random
 from train.config.run import FitConfig, plain_config
-from train.console.progress import TrainProgress
+from train.console.progress import Screen, TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
 from train.data.build import build_alignment, build_pipeline, estimate_speech_time, held_out_by_source, prepare_sources
@@ -125,10 +125,7 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             wait = LEFT_SECONDS if restarted(os.environ) else 0.0
             group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
             check_shared(folder, group)
-            say = screen.speaker(config, group.first)
-            for note in notes:
-                say(note)
-            loop = prepare(config, fabric, folder, group, callbacks, steps)
+            loop = prepare(config, fabric, folder, group, callbacks, steps, notes)
             group.run_on_first(lambda: prepare_sources(config.data, config.log.progress))
             outcome = loop.run()
         return outcome if group.first else None
@@ -145,11 +142,11 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
 
 def prepare(
     config: FitConfig, fabric: Fabric, folder: Path, group: ProcessGroup | None = None, callbacks: Sequence[Callback] = (),
-    profile: range = NONE,
+    profile: range = NONE, notes: Sequence[str] = (),
 ) -> Loop:  # fmt: skip
     """Build everything a run needs, in every process alike."""
-    say = screen.speaker(config, fabric.global_rank == 0)
-    for line in screen.start_lines(config, fabric, profile):
+    say = Screen("off" if fabric.global_rank > 0 or config.log.progress == "off" else "lines").say
+    for line in (*notes, *screen.start_lines(config, fabric, profile)):
         say(line)
     run_group = group or process_group(config, fabric)
     initial = run_group.together(lambda: build_initial(with_alignment(config).model, config.seed, run_group.first))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 import math
 import re
@@ -70,10 +69,8 @@ class CsvTable:
         return self.kinds.index(prefix) if prefix in self.kinds else -1
 
     def _line(self, row: Mapping[str, float]) -> str:
-        text = io.StringIO()
         cells = ["" if name not in row or row[name] != row[name] else f"{row[name]:.9g}" for name in self.columns]
-        csv.writer(text, lineterminator="\n").writerow(cells)
-        return text.getvalue()
+        return ",".join(cells) + "\n"
 
     def _rewrite(self, rows: list[dict[str, float]]) -> None:
         write_whole(self.path, ",".join(self.columns) + "\n" + "".join(self._line(row) for row in rows))
@@ -276,10 +273,6 @@ class NamedLoss(NamedTuple):
     targets: int
     step: int
 
-    def line(self) -> str:
-        """As JSON; a loss that is not finite is null."""
-        return json.dumps(self._asdict() | {"loss": round(self.loss, 4) if math.isfinite(self.loss) else None})
-
 
 class HighestLosses(Observer):
     """The `count` examples with the highest mean loss per target of the last `WINDOW` steps, over all processes; `step` is
@@ -315,8 +308,11 @@ class HighestLosses(Observer):
             self.named[example.row, example.task] = example
         self.named = {key: example for key, example in self.named.items() if example.step > self.step - WINDOW}
         if new and self.group.first:
-            with replacing(self.file) as part:  # without waiting for the disk: the next row of the log writes it again
-                part.write_text("".join(f"{example.line()}\n" for example in nlargest(self.count, self.named.values())))
+            # Without waiting for the disk: the next row of the log writes it again.
+            with replacing(self.file) as path, open(path, "w", encoding="utf-8") as part:
+                for example in nlargest(self.count, self.named.values()):
+                    loss = round(example.loss, 4) if math.isfinite(example.loss) else None
+                    part.write(json.dumps(example._asdict() | {"loss": loss}) + "\n")
 
     def _highest(self) -> list[NamedLoss]:
         """The highest of this process since the last row."""

@@ -24,7 +24,7 @@ from train.trainer.metrics import StepHealth
 from train.trainer.parts import Figures, Observer, Outcome, Parts
 from train.trainer.screen import end_lines, lost_line
 from train.trainer.signals import Stop
-from train.trainer.step import Feed, Step, StepBatches
+from train.trainer.step import Feed, StepBatches, TimedStep
 from train.trainer.usage import Usage
 from train.trainer.validation import RunValidation
 
@@ -45,7 +45,7 @@ class Loop:
     group: ProcessGroup
     optimizer: Optimizers
     feed: Callable[[Stop], Feed]
-    step: Step
+    step: TimedStep
     validation: RunValidation
     checkpointer: Checkpointer
     observers: list[Observer]

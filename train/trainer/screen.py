@@ -17,7 +17,7 @@ from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
-from train.console.progress import Screen, TrainProgress, counted, duration, percent
+from train.console.progress import TrainProgress, counted, duration, percent
 from train.data.batching.packer import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
@@ -34,11 +34,6 @@ PACED = (4, 12)
 """Steps of a start whose pace says when an open-ended run is expected to end."""
 FIRST_STEPS, LINE_SECONDS = 3, 30.0
 """Steps of a start that the screen shows whatever `log.every` is, and the most seconds between two of its later lines."""
-
-
-def speaker(config: FitConfig, first: bool) -> Say:
-    """Returns a function that prints lines before there is a progress bar; silent in all processes but the first."""
-    return Screen("lines" if first and config.log.progress != "off" else "off").say
 
 
 def start_lines(config: FitConfig, fabric: Fabric, profile: range = NONE) -> list[str]:

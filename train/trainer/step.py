@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -129,10 +129,8 @@ class Feed:
         return torch.cat([torch.tensor(work, dtype=torch.float64), targets.double(), by_task.double()])
 
 
-class Step(Protocol):
-    """Takes a step of these batches, `progress` being the share of the budget that is used."""
-
-    def __call__(self, step: StepBatches, progress: float) -> object: ...
+Step = Callable[[StepBatches, float], object]
+"""Takes a step of these batches, given the share of the budget that is used."""
 
 
 @dataclass(eq=False)
