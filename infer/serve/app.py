@@ -26,7 +26,7 @@ from infer.serve.realtime.websocket import INTERNAL, SocketTransport, refuse, se
 from infer.serve.rest.audio import speak, transcribe
 from infer.serve.rest.chat import complete
 from infer.serve.rest.jobs import Job, Jobs
-from infer.serve.server import REALTIME, Gate, Headers, Server, add_web, response_of, too_large
+from infer.serve.server import REALTIME, Headers, Server, add_web, response_of
 from infer.serve.settings import ServeSettings
 from omni.engine.wire import EngineLost
 
@@ -62,7 +62,6 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False, "auto_configure": False},
     )
     app.state.server = server
-    app.add_middleware(Gate, most=settings.limits.body_bytes)
     app.add_middleware(Headers)
     if settings.origins:
         app.add_middleware(
@@ -72,6 +71,11 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
             allow_headers=["*"],
             expose_headers=["Location"],
         )
+
+    @app.websocket(REALTIME)
+    async def realtime(socket: WebSocket) -> None:
+        await _serve_socket(server, socket)
+
     add_web(app, server)
     calls = Calls(server)
     add_api(app, server, calls)
@@ -87,15 +91,9 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 413:
-            return too_large(settings.limits.body_bytes)
         response = response_of(ProtocolError(str(error.detail), "", status=error.status_code))
         response.headers.update(error.headers or {})
         return response
-
-    @app.websocket(REALTIME)
-    async def realtime(socket: WebSocket) -> None:
-        await _serve_socket(server, socket)
 
     return app
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response, WebSocket
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import WebSocketRoute
 
 from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.host import EngineHost
@@ -160,49 +161,13 @@ class Headers:
         await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
 
 
-class Gate:
-    """Refuses what no route of an ASGI application takes: WebSockets at other places, and bodies of more bytes than may be
-    (announced ones before they come)."""
-
-    def __init__(self, app: Any, most: int) -> None:
-        self._app, self._most = app, most
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "websocket" and scope["path"] != REALTIME:
-            if "websocket.http.response" in scope.get("extensions", {}):
-                message = f"there is no WebSocket at {scope['path'][:80]!r}; connect to {REALTIME}"
-                await response_of(ProtocolError(message, "", status=404))(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": 1008, "reason": f"connect to {REALTIME}"})
-        elif scope["type"] == "http" and length_of(scope) > self._most:
-            await too_large(self._most)(scope, receive, send)
-        else:
-            await self._app(scope, self._counted(receive) if scope["type"] == "http" else receive, send)
-
-    def _counted(self, receive: Any) -> Any:
-        came = 0
-
-        async def counted() -> Any:
-            nonlocal came
-            message = await receive()
-            came += len(message.get("body", b""))
-            if came > self._most:
-                raise HTTPException(413)
-            return message
-
-        return counted
-
-
-def length_of(scope: Any) -> int:
-    """Bytes of the body that a request announces; 0 for none."""
-    announced = dict(scope["headers"]).get(b"content-length", b"")
-    return int(announced) if announced.isdigit() else 0
-
-
-def too_large(most: int) -> JSONResponse:
-    """The response to a body that has more bytes."""
-    message = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or sound in a smaller format"
-    return response_of(ProtocolError(message, "too_large", status=413))
+async def refuse_elsewhere(socket: WebSocket) -> None:
+    """Answers WebSockets at other places than the API's."""
+    if "websocket.http.response" in socket.scope.get("extensions", {}):
+        message = f"there is no WebSocket at {socket.scope['path'][:80]!r}; connect to {REALTIME}"
+        await socket.send_denial_response(response_of(ProtocolError(message, "", status=404)))
+    else:
+        await socket.close(1008, f"connect to {REALTIME}")
 
 
 def add_web(app: FastAPI, server: Server) -> None:
@@ -225,6 +190,7 @@ def add_web(app: FastAPI, server: Server) -> None:
     async def page() -> FileResponse:
         return FileResponse(PAGE / "index.html")
 
+    app.router.routes.append(WebSocketRoute("/{path:path}", refuse_elsewhere))
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
 
     @app.api_route("/health", methods=["GET", "HEAD"])

@@ -34,13 +34,13 @@ class Outlet(ABC):
 
     Attributes:
         sent: seconds that went out.
-        underruns: how often the client had nothing left to play; `lateness`, seconds of the longest such gap.
+        underruns: how often the client had nothing left to play.
         tell: called with `started`, `stopped` or `cleared`, where it is seen here when the sound is played.
     """
 
     def __init__(self, rate: int, emit: Callable[[np.ndarray], None]) -> None:
         self.rate, self.sent, self._emit = rate, 0.0, emit
-        self.underruns, self.lateness = 0, 0.0
+        self.underruns = 0
         self.tell: Callable[[str], None] = _to_nobody
         self._gain = self._wanted = 1.0
 
@@ -98,7 +98,6 @@ class SentOutlet(Outlet):
         now, seconds = self._clock(), len(samples) / self.rate
         if self._ends is not None and now > self._ends:
             self.underruns += 1
-            self.lateness = max(self.lateness, now - self._ends)
         self._ends = max(self._ends or now, now) + seconds
         self.sent += seconds
         self._emit(samples)

@@ -92,7 +92,7 @@ class CallOutlet(Outlet):
         self._queue = SampleQueue()
         self._taken = 0
         self._ended = self._cleared = self._stopped = False
-        self._dry, self._missing = False, 0  # nothing is left although more is to come, and samples since then
+        self._dry = self._starved = False  # nothing is left although more is to come, and silence was played since then
 
     def ahead(self) -> float:
         return self._queue.count / RATE
@@ -116,10 +116,9 @@ class CallOutlet(Outlet):
         if not self.sent:
             self._track.add(self)
         elif self._dry:
-            self.underruns += bool(self._missing)
-            self.lateness = max(self.lateness, self._missing / RATE)
+            self.underruns += self._starved
             samples = np.concatenate([faded(samples[:EDGE], 0.0, 1.0), samples[EDGE:]])
-        self._dry, self._missing = False, 0
+        self._dry = self._starved = False
         self._queue.push(samples)
         self.sent = (self._taken + self._queue.count) / RATE
 
@@ -134,7 +133,7 @@ class CallOutlet(Outlet):
             samples = faded(samples, self._gain, self._wanted)
             self._gain = self._wanted
         if not self._queue.count and not self._ended:
-            self._missing += most - len(samples)
+            self._starved |= len(samples) < most
             if not self._dry:
                 samples = np.concatenate([samples[:-EDGE], faded(samples[-EDGE:], 1.0, 0.0)])
             self._dry = True

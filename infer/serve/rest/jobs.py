@@ -79,6 +79,8 @@ class Jobs:
             if self.coming[job.owner] > most:
                 message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
                 raise over_limit(message)
+            announced = job.request.headers.get("content-length", "")
+            job.check_size(int(announced) if announced.isdigit() else 0)
             response = await handle(job)
             return response
         finally:
@@ -117,7 +119,7 @@ class Job:
         self.session: Any = None
         self._jobs, self._over, self._counted = jobs, False, jobs.coming
         self.request = Request(request.scope, self._receive)
-        self._came = request.receive
+        self._came, self._bytes = request.receive, 0
         self._counted[owner] += 1
 
     # --- its body -----------------------------------------------------------------------------------------------------
@@ -171,9 +173,19 @@ class Job:
         if self._counted is not self._jobs.coming:
             return await self._came()
         try:
-            return await asyncio.wait_for(self._came(), BODY_PAUSE)
+            message = await asyncio.wait_for(self._came(), BODY_PAUSE)
         except asyncio.TimeoutError:
             raise ProtocolError(f"nothing of the body came for {BODY_PAUSE:g} s", "request_timeout", status=408) from None
+        self._bytes += len(message.get("body", b""))
+        self.check_size(self._bytes)
+        return message
+
+    def check_size(self, size: int) -> None:
+        """ProtocolError for a body of more bytes than one may have."""
+        most = self.server.settings.limits.body_bytes
+        if size > most:
+            problem = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or smaller sound"
+            raise ProtocolError(problem, "too_large", status=413)
 
     def _count(self, among: Counter[str]) -> None:
         """Count it there from now on."""

@@ -107,7 +107,7 @@ def test_a_gap_is_counted_and_clicks_not() -> None:
         assert played.outlet.heard == 0.05
         played.outlet.send(wave(0.05))
         check_no_click(np.concatenate([one, played.frames(2)]))
-        assert played.outlet.underruns == 1 and abs(played.outlet.lateness - 0.05) < 1e-9
+        assert played.outlet.underruns == 1
         played.outlet.end()
         played.frames(1)
         assert played.told == ["started", "stopped"]

@@ -255,7 +255,8 @@ def test_health_metrics_and_headers(serve: Any) -> None:
     assert httpx.get(f"http://{place}/metrics", headers={"X-Forwarded-For": "10.0.0.1"}).status_code == 403
     settings = httpx.get(f"http://{place}/page/config.json").json()
     assert settings["needs_key"] is True and settings["voices"] == ["default"]
-    assert httpx.post(f"http://{place}/v1/chat/completions", content=b"x" * 30 * 2**20).status_code == 413
+    bearer = {"authorization": f"Bearer {KEY}"}
+    assert httpx.post(f"http://{place}/v1/chat/completions", headers=bearer, content=b"x" * 30 * 2**20).status_code == 413
 
 
 def test_a_crash_of_the_engine_is_told_and_another_is_started(serve: Any, lm: Any) -> None:
