@@ -57,13 +57,9 @@ def read_keys(path: str | Path) -> tuple[str, ...]:
         key = line.strip()
         if not key or key.startswith("#"):
             continue
-        if len(key) < 16 or not key.isascii() or any(c.isspace() or c == "," for c in key):
-            raise UserError(
-                f"--key_file {str(path)!r}: line {number} is no key; use 16 ASCII characters or more, without spaces or commas"
-            )
-        if key.startswith(SECRET):
-            problem = f"line {number} begins with {SECRET}, as client secrets do, and would never be known; use another key"
-            raise UserError(f"--key_file {str(path)!r}: {problem}")
+        if len(key) < 16 or not key.isascii() or any(c.isspace() or c == "," for c in key) or key.startswith(SECRET):
+            wanted = f"16 ASCII characters or more, without spaces or commas, that do not begin with {SECRET}"
+            raise UserError(f"--key_file {str(path)!r}: line {number} is no key; use {wanted}")
         keys.append(key)
     if not keys:
         raise UserError(f"--key_file {str(path)!r} has no key; write one a line")

@@ -120,7 +120,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(
             f"--host {host} --port {port} cannot be listened on: {error.strerror or error}; choose another"
         ) from error
-    listening.set_inheritable(False)
     return listening
 
 

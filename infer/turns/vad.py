@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -56,13 +57,6 @@ class SpeechStream:
         return np.stack([sound[start : start + BEFORE + STEP + MARGIN] for start in range(0, number * STEP, STEP)])
 
 
-def model_file() -> Path:
-    """The model in the wheel, which need not be imported for it."""
-    spec = importlib.util.find_spec("silero_vad")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent / "data" / "silero_vad.onnx"
-
-
 class Silero:
     """The model; one call at a time."""
 
@@ -70,7 +64,9 @@ class Silero:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        self._model = onnxruntime.InferenceSession(model_file(), options, providers=["CPUExecutionProvider"])
+        (package,) = importlib.util.find_spec("silero_vad").submodule_search_locations  # type: ignore[union-attr, misc]
+        file = Path(package) / "data" / "silero_vad.onnx"  # the package need not be imported for it
+        self._model = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         self._resample = Resample(PCM_RATE, RATE)
 
     def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
@@ -124,14 +120,12 @@ class VoiceActivity:
             await asyncio.sleep(GATHER)
             batch = list(self._waiting)
             self._waiting.clear()
+            streams = [stream for stream, _ in batch]
+            results: list[Any]
             try:
-                streams = [stream for stream, _ in batch]
                 results = await asyncio.get_running_loop().run_in_executor(self._thread, self._model.judge, streams)
-            except BaseException as error:
-                for _, done in batch:
-                    if not done.done():
-                        done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-                raise
-            for (_, done), probabilities in zip(batch, results, strict=True):
+            except Exception as error:
+                results = [error] * len(batch)
+            for (_, done), result in zip(batch, results, strict=True):
                 if not done.done():
-                    done.set_result(probabilities)
+                    (done.set_exception if isinstance(result, Exception) else done.set_result)(result)

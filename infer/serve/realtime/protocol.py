@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 Id = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
 Event = dict[str, Any]
 
 LONGEST_APPEND = 15 * 2**20  # bytes of one append, as OpenAI limits it; in base64 they take a third more
@@ -107,9 +109,19 @@ class ItemTruncate(_ClientEvent):
     audio_end_ms: Annotated[int, Field(ge=0)]
 
 
+class ResponseOptions(BaseModel):
+    """What a response has of its own; other fields change the session's configuration for it."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    conversation: Literal["auto", "none"] | None = None
+    input: list[Any] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+
+
 class ResponseCreate(_ClientEvent):
     type: Literal["response.create"]
-    response: dict[str, Any] | None = None
+    response: ResponseOptions | None = None
 
 
 class ResponseCancel(_ClientEvent):

@@ -360,16 +360,14 @@ class Responses:
     async def create(self, event: protocol.ResponseCreate) -> None:
         if self._owner.configuration.type == "transcription":
             raise ProtocolError("a transcription session writes down what it hears and answers nothing", "invalid_session_type")
-        overrides = event.response or {}
+        options = event.response or protocol.ResponseOptions()
+        overrides = options.model_extra or {}
         configuration = self._configured(overrides)
-        alone = overrides.get("conversation") == "none"
-        if overrides.get("conversation") not in (None, "auto", "none"):
-            shown = repr(overrides["conversation"])[:60]
-            raise ProtocolError(f"response.conversation is {shown}; use 'auto' or 'none'", param="response.conversation")
-        items = self._read_input(overrides["input"]) if overrides.get("input") is not None else list(self._owner.items)
+        alone = options.conversation == "none"
+        items = list(self._owner.items) if options.input is None else self._read_input(options.input)
         before, question = turns_of(items)
         question = question or prompted(items, overrides.get("instructions") or "", configuration.instructions)
-        request = ResponseRequest(configuration, before, question, not alone, _metadata(overrides.get("metadata")))
+        request = ResponseRequest(configuration, before, question, not alone, options.metadata)
         if not alone and self.active is not None:
             raise ProtocolError(
                 f"the conversation has an active response, {self.active.id}; wait for response.done, or cancel it",
@@ -393,10 +391,8 @@ class Responses:
         check_modalities(configuration.output_modalities, "response.output_modalities")
         return configuration
 
-    def _read_input(self, values: Any) -> list[ConversationItem]:
+    def _read_input(self, values: list[Any]) -> list[ConversationItem]:
         """Items of a response's own input; references are looked up in the conversation."""
-        if not isinstance(values, list):
-            raise ProtocolError("response.input must be a list of items", param="response.input")
         items = []
         for number, value in enumerate(values):
             if isinstance(value, dict) and value.get("type") == "item_reference":
@@ -538,16 +534,3 @@ def options_of(owner: SessionState, configuration: Configuration, speaks: bool) 
     options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
     options["system"] = configuration.instructions if answering.use_instructions else ""
     return options
-
-
-def _metadata(value: Any) -> dict[str, str] | None:
-    """A response's metadata; ProtocolError where it is none."""
-    if value is None:
-        return None
-    texts = isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
-    if not texts or len(value) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in value.items()):
-        raise ProtocolError(
-            "response.metadata must have at most 16 texts of at most 512 characters, under names of at most 64",
-            param="response.metadata",
-        )
-    return dict(value)

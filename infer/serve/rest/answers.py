@@ -59,14 +59,16 @@ async def unbroken(answer: AnswerStream) -> AsyncIterator[Output]:
         yield event
 
 
-async def begun(items: AsyncIterator[T], missing: ProtocolError | None = None) -> AsyncIterator[T]:
-    """The items, once the first has come: what is wrong with the question is raised here, and `missing` where there is none."""
+async def begun(items: AsyncIterator[T], head: Sequence[T] = (), missing: ProtocolError | None = None) -> AsyncIterator[T]:
+    """The items after those of `head`, once the first has come: what is wrong with the question is raised here, and `missing`
+    where there is none."""
     first = await anext(items, None)
     if first is None:
         raise missing or server_error("the answer has no events")
 
     async def whole() -> AsyncIterator[T]:
-        yield first
+        for item in (*head, first):
+            yield item
         async for item in items:
             yield item
 

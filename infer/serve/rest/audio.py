@@ -73,8 +73,8 @@ async def speak(job: Job) -> Response:
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
     events = await job.begun(body.input, "T1A1", **options)
-    samples = await job.while_connected(begun(_sound(events, rate), server_error(SILENT, "no_sound")))
-    pieces = _grown(samples, body.form)
+    head = [wav_header(PCM_RATE)] if body.form == "wav" else []
+    pieces = await job.while_connected(begun(_sound(events, rate), head, server_error(SILENT, "no_sound")))
     if body.stream_format == "sse":
         return event_stream(job, _events(job, pieces))
     return StreamedResponse(job, pieces, MEDIA[body.form])
@@ -84,14 +84,6 @@ async def _sound(events: AsyncIterator[Output], rate: int) -> AsyncIterator[byte
     async for piece in deltas(events, rate):
         if isinstance(piece, bytes):
             yield piece
-
-
-async def _grown(samples: AsyncIterator[bytes], form: str) -> AsyncIterator[bytes]:
-    """A file that grows: the samples, after a header where the format has one."""
-    if form == "wav":
-        yield wav_header(PCM_RATE)
-    async for piece in samples:
-        yield piece
 
 
 async def _one(data: bytes) -> AsyncIterator[bytes]:
