@@ -28,7 +28,6 @@ from omni.checkpoint.places import CODEC, CONFIG, TOKENIZER, WEIGHTS, check_fold
 from omni.checkpoint.tensors import (
     DTYPES,
     FileStamp,
-    check_finite,
     check_inside,
     crc32_of,
     finite,
@@ -202,7 +201,10 @@ def load_folder(
         model = _load_model(path, stored, config, quantize, weights)
         if weights:
             model.to(device=device, dtype=dtype)
-            check_finite(model, path / WEIGHTS, dtype)
+            for name, tensor in model.state_dict().items():
+                if not finite(tensor):
+                    way = f"load it in another type than {dtype}, or " if dtype is not None else ""
+                    raise not_finite(name, path / WEIGHTS, way)
         tokenizer = Tokenizer.from_file(path / TOKENIZER)
         if len(tokenizer) > config.layout.text.size:
             raise UserError(

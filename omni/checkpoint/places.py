@@ -16,19 +16,6 @@ ADAPTERS, ADAPTER_CONFIG = "adapters", "adapter_config.json"
 PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")  # second byte of a pickle, by protocol
 
 
-def no_folder(path: Path) -> str:
-    """Error text: why there is no folder of that name, and what to do."""
-    wanted = f"a folder with {CONFIG} and {WEIGHTS}"
-    if path.is_file():
-        form = "a pickle, which could run code; convert it to safetensors, and" if is_pickle(path) else "a file, not a folder;"
-        return f"model {path} is {form} give {wanted}"
-    resolved = real_place(path)
-    left = sorted(resolved.parent.glob(f".{glob.escape(resolved.name)}.old-*"))
-    if left:
-        return f"model folder {path} does not exist, but {left[-1]} is what a save that broke off left of it; rename it back"
-    return f"model folder {path} does not exist; give {wanted}"
-
-
 def is_pickle(file: Path) -> bool:
     """Whether a file starts as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5).
 
@@ -64,7 +51,14 @@ def check_folder(path: Path) -> None:
     here = local_path(path)
     with naming(path, here):
         if not here.is_dir():
-            raise UserError(no_folder(here))
+            wanted = f"a folder with {CONFIG} and {WEIGHTS}"
+            if here.is_file():
+                form = "a pickle, which could run code; convert it to safetensors, and"
+                raise UserError(f"model {here} is {form if is_pickle(here) else 'a file, not a folder;'} give {wanted}")
+            resolved = real_place(here)
+            left = sorted(resolved.parent.glob(f".{glob.escape(resolved.name)}.old-*"))
+            way = f"but {left[-1]} is what a save that broke off left of it; rename it back" if left else f"give {wanted}"
+            raise UserError(f"model folder {here} does not exist{',' if left else ';'} {way}")
         if not (here / CONFIG).is_file():
             of_run = here / "model"
             hint = f"that of this run is {of_run}" if (of_run / CONFIG).is_file() else "see `omni-train fit`"

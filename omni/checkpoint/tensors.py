@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni.checkpoint.places import is_pickle
 from omni.convert.lazy import Lazy, Progress, WriteCallback
@@ -76,17 +76,6 @@ class NotFinite(UserError):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"tensor {name} holds numbers that are not finite")
-
-
-def check_finite(model: nn.Module, where: Path, dtype: torch.dtype | None) -> None:
-    """Refuse a model with weights that are not finite numbers (UserError naming the first tensor).
-
-    Args:
-        dtype: type that the weights were converted to, None where they were not.
-    """
-    for name, tensor in model.state_dict().items():
-        if not finite(tensor):
-            raise not_finite(name, where, f"load it in another type than {dtype}, or " if dtype is not None else "")
 
 
 def not_finite(name: str, where: object, way: str = "") -> UserError:

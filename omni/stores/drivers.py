@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from omni.errors import PackageError, UserError, closest
 from omni.stores.tries import ChangedError, MissingError, stall_seconds, tried
@@ -32,21 +32,13 @@ LOOPBACK = re.compile(r"http://(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|$)")
 """Addresses of servers on this machine, which are read without encryption."""
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How addresses of a scheme are read.
+class Scheme(NamedTuple):
+    """How addresses of a scheme are read."""
 
-    Attributes:
-        package: the driver's, by the name it is imported by.
-        extra: of `omni-speech`, which brings it.
-        lists: whether there are folders.
-        writes: whether objects are written to it.
-    """
-
-    package: str
-    extra: str = ""
-    lists: bool = True
-    writes: bool = False
+    package: str  # the driver's, by the name it is imported by
+    extra: str = ""  # of `omni-speech`, which brings it
+    lists: bool = True  # there are folders
+    writes: bool = False  # objects are written to it
 
 
 SCHEMES: Mapping[str, Scheme] = {

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import deque
+from concurrent.futures import Future, wait
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Thread
 
 from omni.errors import UserError, in_one_line
 from omni.stores.drivers import check_writable, join, look_up_all, write_object
@@ -36,7 +38,7 @@ def check_upload(upload: str) -> str:
 
 
 class Uploads:
-    """Copies folders to a store in a thread of its own, one after another.
+    """Copies folders to a store in threads, one after another.
 
     Args:
         address: of the folder there.
@@ -44,11 +46,9 @@ class Uploads:
 
     def __init__(self, address: str) -> None:
         self.address = check_upload(address)
-        self._waiting: list[tuple[str, Path]] = []  # names below the address, and folders
-        self._lines: list[str] = []
-        self._busy = False
-        self._turn = Condition()
-        self._thread: Thread | None = None
+        self._lines: deque[str] = deque()
+        self._last: Future[None] | None = None
+        self._checkpoint: tuple[Future[None], str, Path] | None = None  # the last one, with its name and folder
 
     def add(self, folder: Path) -> None:
         """Copy a finished checkpoint, or a finished model, as soon as those before it are copied.
@@ -56,53 +56,43 @@ class Uploads:
         A checkpoint is held by links to its files, so that it may be deleted meanwhile. One that still waits when the next one
         comes is left out.
         """
-        checkpoint = folder.parent.name == CHECKPOINTS
-        name, held = (f"{CHECKPOINTS}/{folder.name}", _links(folder)) if checkpoint else (folder.name, folder)
-        with self._turn:
-            for other in [waiting for waiting in self._waiting if checkpoint and waiting[0].startswith(f"{CHECKPOINTS}/")]:
-                self._waiting.remove(other)
-                _discard(other[1])
-                self._lines.append(f"{other[0]} is not uploaded: the next checkpoint came first")
-            self._waiting.append((name, held))
-            if self._thread is None:
-                self._thread = Thread(target=self._run, name="upload", daemon=True)
-                self._thread.start()
-            self._turn.notify_all()
+        done, before, name, held = Future[None](), self._last, folder.name, folder
+        if folder.parent.name == CHECKPOINTS:
+            name, held = f"{CHECKPOINTS}/{folder.name}", _links(folder)
+            if self._checkpoint is not None and self._checkpoint[0].cancel():
+                self._lines.append(f"{self._checkpoint[1]} is not uploaded: the next checkpoint came first")
+                _discard(self._checkpoint[2])
+            self._checkpoint = done, name, held
+        self._last = done
+        Thread(target=self._upload, args=(done, before, name, held), name="upload", daemon=True).start()
 
     def messages(self) -> list[str]:
         """Return the lines about uploads since the last call."""
-        with self._turn:
-            lines, self._lines = self._lines, []
-        return lines
+        return [self._lines.popleft() for _ in range(len(self._lines))]
 
     @property
     def left(self) -> bool:
         """True while something is copied, or waits for it."""
-        return self._busy or bool(self._waiting)
+        return self._last is not None and not self._last.done()
 
     def wait(self) -> None:
         """Wait until everything is copied, or has failed."""
-        with self._turn:
-            while self.left:
-                self._turn.wait(0.2)
+        if self._last is not None:
+            wait([self._last])
 
-    def _run(self) -> None:
-        while True:
-            with self._turn:
-                while not self._waiting:
-                    self._turn.wait()
-                (name, folder), self._busy = self._waiting.pop(0), True
-            try:
-                self._copy(name, folder)
-                line = f"uploaded {shown(join(self.address, name))}"
-            except Exception as error:
-                why = str(error) if isinstance(error, UserError) else in_one_line(error)
-                line = f"{name} is not uploaded, and the run goes on: {why}"
-            _discard(folder)
-            with self._turn:
-                self._lines.append(line)
-                self._busy = False
-                self._turn.notify_all()
+    def _upload(self, done: Future[None], before: Future[None] | None, name: str, folder: Path) -> None:
+        if before is not None:
+            wait([before])
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            self._copy(name, folder)
+            self._lines.append(f"uploaded {shown(join(self.address, name))}")
+        except Exception as error:
+            why = str(error) if isinstance(error, UserError) else in_one_line(error)
+            self._lines.append(f"{name} is not uploaded, and the run goes on: {why}")
+        _discard(folder)
+        done.set_result(None)
 
     def _copy(self, name: str, folder: Path) -> None:
         address = join(self.address, name)

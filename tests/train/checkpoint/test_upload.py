@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_copied_and_one_that_waits_lef
     for step in (1, 2, 3):
         place = checkpoint(tmp_path, step)
         uploads.add(place)
-        while step == 1 and not uploads._busy:
+        while step == 1 and not (uploads._last and uploads._last.running()):
             pass
         retention.discard(place)
     go_on.set()
