@@ -443,10 +443,8 @@ _LOCK = threading.RLock()
 @contextmanager
 def quiet_decoder(sound_format: str | None) -> Iterator[None]:
     """Suppresses the messages that libmpg123, libsndfile's MP3 decoder, writes to standard error; other kinds than `MP3` and
-    `MPEG` are left alone.
-
-    It bypasses Python, so the file descriptor is redirected meanwhile; what others write is passed on afterwards.
-    """
+    `MPEG` are left alone. It bypasses Python, so the file descriptor is redirected meanwhile; what others write is passed on
+    afterwards."""
     if sound_format not in ("MP3", "MPEG"):
         yield
         return

@@ -197,10 +197,8 @@ def _read_up_to(source: BinaryIO, count: int, data: bytearray | None = None) -> 
 
 
 def from_pcm16(data: bytes | bytearray, source_rate: int) -> Tensor:
-    """Turn raw mono 16-bit little-endian PCM at `source_rate` into `[S]` float32 in [-1, 1) at 16 kHz.
-
-    UserError: no data, or an odd number of bytes.
-    """
+    """Turn raw mono 16-bit little-endian PCM at `source_rate` into `[S]` float32 in [-1, 1) at 16 kHz. UserError: no data, or
+    an odd number of bytes."""
     import numpy as np
     import torch
 

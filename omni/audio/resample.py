@@ -45,11 +45,7 @@ def resample(audio: Tensor, source_rate: int, sample_rate: int, *, name: str = "
 
 class StreamResampler:
     """`resample` of a sound [S] that is still coming: what `push` and `finish` return, joined, is that of the whole (to 1e-6).
-
-    It holds back what its filter needs of the samples that follow, 6 zero crossings.
-
-    UserError: as of `resample`.
-    """
+    It holds back what its filter needs of the samples that follow, 6 zero crossings. UserError: as of `resample`."""
 
     def __init__(self, source_rate: int, sample_rate: int, *, name: str = "audio") -> None:
         import torch

@@ -35,11 +35,8 @@ _LIMIT = 0xFFFFFF00  # bytes of data that a RIFF header can count
 
 
 def pcm16(audio: Tensor) -> bytes:
-    """Raw 16-bit little-endian PCM of `[S]` floats in [-1, 1]; louder is clipped, full scale is 32768.
-
-    Reading divides by 32768, so what was read as 16 bits is written back bit for bit.
-    UserError: NaN, infinity, or more than one dimension.
-    """
+    """Raw 16-bit little-endian PCM of `[S]` floats in [-1, 1]; louder is clipped, full scale is 32768. Reading divides by
+    32768, so what was read as 16 bits is written back bit for bit. UserError: NaN, infinity, or more than one dimension."""
     import numpy as np
     import torch
 
@@ -60,10 +57,8 @@ def write_wav(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -> 
 
 
 def write_audio(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -> Path:
-    """Write mono `[S]` as WAV, FLAC (both 16 bit), OGG or MP3, by the path's suffix, and return the path.
-
-    UserError: another suffix, or those of `WavWriter`.
-    """
+    """Write mono `[S]` as WAV, FLAC (both 16 bit), OGG or MP3, by the path's suffix, and return the path. UserError: another
+    suffix, or those of `WavWriter`."""
     import numpy as np
     import soundfile
 

@@ -61,10 +61,8 @@ def read_sound(
 
 
 class SoundPieces:
-    """`read_sound` of samples that are still coming: what `push` and `finish` return, joined, is mono [S] at 16 kHz.
-
-    UserError: a rate that cannot be converted.
-    """
+    """`read_sound` of samples that are still coming: what `push` and `finish` return, joined, is mono [S] at 16 kHz. UserError:
+    a rate that cannot be converted."""
 
     def __init__(self, rate: int) -> None:
         self._rate = StreamResampler(rate, SAMPLE_RATE, name="the question")
@@ -150,12 +148,10 @@ def whole_rate(sample_rate: Any, name: str = "the question") -> int:
 
 
 def as_waveform(samples: Any, name: str = "the question") -> Tensor:
-    """Converts numbers to mono `[S]` float32 on the host, full scale being 1.
-
-    Integers are divided by the range of their type (uint8 is centred at 128); those of 64 bits, as in lists, count as 16-bit
-    samples. Two channels are averaged, or the louder is taken where they cancel each other (SoundWarning).
-    UserError: no numbers, complex ones, no samples, or a shape that is not clear.
-    """
+    """Converts numbers to mono `[S]` float32 on the host, full scale being 1. Integers are divided by the range of their type
+    (uint8 is centred at 128); those of 64 bits, as in lists, count as 16-bit samples. Two channels are averaged, or the louder
+    is taken where they cancel each other (SoundWarning). UserError: no numbers, complex ones, no samples, or a shape that is
+    not clear."""
     array = _numbers(samples, name)
     if not array.size:
         raise UserError(f"{name} has no samples; give at least some milliseconds of sound")

@@ -17,10 +17,8 @@ PROTOCOLS = (b"\x02", b"\x03", b"\x04", b"\x05")  # second byte of a pickle, by 
 
 
 def is_pickle(file: Path) -> bool:
-    """Whether a file starts as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5).
-
-    A safetensors file starts with the length of its header, eight bytes that may look like a protocol; a `{` follows.
-    """
+    """Whether a file starts as `torch.save` writes (a zip archive, or a pickle of protocol 2 to 5). A safetensors file starts
+    with the length of its header, eight bytes that may look like a protocol; a `{` follows."""
     if not file.is_file():
         return False
     with file.open("rb") as handle:

@@ -174,11 +174,8 @@ def _silent(table: Lazy, layout: Layout) -> Lazy:
 def fresh(
     module_type: type[nn.Module], arguments: tuple[object, ...], prefix: str, seed: int, dtype: torch.dtype
 ) -> dict[str, Lazy]:
-    """Makes new weights for a module, drawn when they are read.
-
-    Linear layers and convolutions start as PyTorch's do (uniform within 1 / sqrt(fan in)), norms at one and zero, Whisper's
-    positions at its sinusoids.
-    """
+    """Makes new weights for a module, drawn when they are read. Linear layers and convolutions start as PyTorch's do (uniform
+    within 1 / sqrt(fan in)), norms at one and zero, Whisper's positions at its sinusoids."""
     shapes = shapes_of(lambda: module_type(*arguments))
     out: dict[str, Lazy] = {}
     for name, shape in shapes.items():

@@ -40,10 +40,8 @@ from omni.files import read_json, replacing_folder
 
 @dataclass(frozen=True)
 class Family:
-    """Properties of a model family that its `config.json` leaves out.
-
-    `windows`: sliding windows exist `always`, `never`, or where `use_sliding_window` is true (`asked`).
-    """
+    """Properties of a model family that its `config.json` leaves out. `windows`: sliding windows exist `always`, `never`, or
+    where `use_sliding_window` is true (`asked`)."""
 
     architecture: str
     qkv_bias: bool = False
@@ -233,12 +231,10 @@ our_name = partial(renamed, table=_RENAMED, back=True)
 
 
 def write(source: Foreign, target: Path, on_progress: WriteCallback | None = None) -> dict[str, FileStamp]:
-    """Write the text part of a whole model as a folder that transformers loads.
-
-    The rows of our special ids are left out, so the vocabulary is the original language model's again. The contribution of
-    the audio streams' pad ids to a column of text, and the mean over streams, are folded into the embedding (which is then
-    untied from the head): logits of text are those of the whole model while it is silent. UserError: no family has this
-    decoder, or the place cannot be written."""
+    """Write the text part of a whole model as a folder that transformers loads. The rows of our special ids are left out, so
+    the vocabulary is the original language model's again. The contribution of the audio streams' pad ids to a column of text,
+    and the mean over streams, are folded into the embedding (which is then untied from the head): logits of text are those of
+    the whole model while it is silent. UserError: no family has this decoder, or the place cannot be written."""
     config, tokenizer = whole_model(source, "its text part")
     size = config.layout.text.size
     tensors = {name: source.tensors[name] for name in text_shapes(TextConfig(config.decoder, size))}

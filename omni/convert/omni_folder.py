@@ -39,10 +39,8 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Foreign:
-    """Open a model folder; UserError where a file is missing, truncated, or does not fit the configuration.
-
-    The checksum of the weights is not computed here (that would read them twice); every size is compared.
-    """
+    """Open a model folder; UserError where a file is missing, truncated, or does not fit the configuration. The checksum of the
+    weights is not computed here (that would read them twice); every size is compared."""
     check_full_precision(path, "converting")
     stored, config = read_stored(path), read_config(path)
     check_sizes(path)

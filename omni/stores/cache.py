@@ -97,10 +97,8 @@ class StoreCache:
         return data[:-CHECKSUM]
 
     def write_block(self, key: str, data: bytes) -> None:
-        """Keep a block; where that fails, a line in the log says so once, and data are read without the cache.
-
-        Of blocks that the disk does not keep, memory keeps a few: a recording is read several times, one after another.
-        """
+        """Keep a block; where that fails, a line in the log says so once, and data are read without the cache. Of blocks that
+        the disk does not keep, memory keeps a few: a recording is read several times, one after another."""
         if len(data) > limit_bytes():
             self._remember(key, data)
             return
@@ -211,9 +209,7 @@ class StoreCache:
 
     def shrink(self, limit: int) -> None:
         """Where the cache is larger than `limit` bytes, delete what was not used for longest until it is `LEFT` of that.
-
-        Entries in use stay. Where another process is about it, nothing is done.
-        """
+        Entries in use stay. Where another process is about it, nothing is done."""
         from filelock import FileLock, Timeout
 
         try:
@@ -294,10 +290,8 @@ def write_pointers(entry: Path, folder: str, address: str, names: dict[str, Stor
 
 
 def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
-    """The object that a pointer file in the cache stands for; None for all other files.
-
-    StoreError where the pointer file is damaged, or was removed.
-    """
+    """The object that a pointer file in the cache stands for; None for all other files. StoreError where the pointer file is
+    damaged, or was removed."""
     file = os.fspath(path)
     if not file.lower().endswith(POINTED) or not has_pointers(file):
         return None

@@ -83,10 +83,7 @@ def parse_hub(address: str) -> HubAddress | None:
 def snapshot(at: HubAddress) -> Path:
     """The folder of a model in the hub's cache, where what is lacking of it is brought first. MissingError: there is no such
     repository, revision or folder, or it is private and there is no token for it. UserError: it cannot be read, or lists files
-    that are not read.
-
-    Where the hub cannot be reached, what is in the cache is taken, with a line in the log.
-    """
+    that are not read. Where the hub cannot be reached, what is in the cache is taken, with a line in the log."""
     options, api = _options(at), _hub().HfApi()
     from huggingface_hub import constants
 

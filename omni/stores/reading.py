@@ -98,10 +98,8 @@ def local_file(stored: StoredObject) -> Path:
 
 
 def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False) -> Path:
-    """Bring the objects in a folder of addresses, or the one at `address`, into the cache; returns the folder or the file.
-
-    With `pointers`, as `local_path`.
-    """
+    """Bring the objects in a folder of addresses, or the one at `address`, into the cache; returns the folder or the file. With
+    `pointers`, as `local_path`."""
     single = len(objects) == 1 and objects[0].address == address
     base = parent(address) if single else address
     names = _names(objects, base)

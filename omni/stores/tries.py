@@ -137,10 +137,8 @@ def may_pass(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says why a request failed: of the first of its errors that says more than an address.
-
-    What follows a question mark in an address may be a signature, and is left out.
-    """
+    """One line that says why a request failed: of the first of its errors that says more than an address. What follows a
+    question mark in an address may be a signature, and is left out."""
     texts = [re.sub(r"(://[^\s?]*\?)[^\s'\")]+", r"\1…", " ".join(str(cause).split())) for cause in _chain(error)]
     said = [text[:200] or type(cause).__name__ for text, cause in zip(texts, _chain(error), strict=True)]
     status, text = status_of(error), next((line for line in said if "://" not in line or " " in line), said[0])

@@ -177,10 +177,8 @@ class Spelled(float):
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML 1.2 (PyYAML knows 1.1, to which `1:30` is 90 and `off` false): the core schema, but with `007` for a text.
-
-    A mapping with a key that is there twice is refused, of which YAML's own loader keeps the last.
-    """
+    """Reads YAML 1.2 (PyYAML knows 1.1, to which `1:30` is 90 and `off` false): the core schema, but with `007` for a text. A
+    mapping with a key that is there twice is refused, of which YAML's own loader keeps the last."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 

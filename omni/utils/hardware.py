@@ -179,12 +179,10 @@ def _libgomp() -> ctypes.CDLL | None:
 
 
 def release_threads() -> None:
-    """End the threads with which this one has computed on the CPU; its next computation starts new ones.
-
-    Once a process has more threads of libgomp than there are cores, each of them sleeps where it would wait a moment for the
-    others: a step of a 0.5B model in int8 then takes 46 ms instead of 36 on two cores of an AMD EPYC. So whoever leaves the
-    computing to another thread ends its own (`omp_pause_resource_all`, OpenMP 5.0).
-    """
+    """End the threads with which this one has computed on the CPU; its next computation starts new ones. Once a process has
+    more threads of libgomp than there are cores, each of them sleeps where it would wait a moment for the others: a step of a
+    0.5B model in int8 then takes 46 ms instead of 36 on two cores of an AMD EPYC. So whoever leaves the computing to another
+    thread ends its own (`omp_pause_resource_all`, OpenMP 5.0)."""
     pause = getattr(_libgomp(), "omp_pause_resource_all", None)
     if pause is not None:
         pause(1)  # omp_pause_soft
@@ -210,11 +208,9 @@ _c_function = cache(ctypes.CFUNCTYPE(None, ctypes.c_void_p))
 
 
 def multiplies_bf16(device: str = "auto") -> bool:
-    """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; False for others) has native bf16 products, faster than fp32.
-
-    Of CPUs, those with AMX have, and AMD's with AVX512-BF16. Intel's AVX512-BF16 does as many products a cycle as its fp32: a
-    product of 2048 x 1024 x 1024 took 26 ms in bf16 and 14 ms in fp32 on a Xeon without AMX.
-    """
+    """Whether a kind of device (`cpu`, `cuda`, `gpu`, `auto`; False for others) has native bf16 products, faster than fp32. Of
+    CPUs, those with AMX have, and AMD's with AVX512-BF16. Intel's AVX512-BF16 does as many products a cycle as its fp32: a
+    product of 2048 x 1024 x 1024 took 26 ms in bf16 and 14 ms in fp32 on a Xeon without AMX."""
     import torch
 
     if device in ("cuda", "gpu") or (device == "auto" and torch.cuda.is_available()):

@@ -50,12 +50,10 @@ def lead(main: Callable[[], int]) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Opens whichever of the three standard streams is closed, and lets them write any file name.
-
-    A stream that the caller has closed (`>&-`) is led to the null device: otherwise the next file that is opened would take its
-    number, and receive what libraries print. Characters that a stream's encoding lacks (and bytes of a file's name that are
-    not UTF-8) are written as escapes.
-    """
+    """Opens whichever of the three standard streams is closed, and lets them write any file name. A stream that the caller has
+    closed (`>&-`) is led to the null device: otherwise the next file that is opened would take its number, and receive what
+    libraries print. Characters that a stream's encoding lacks (and bytes of a file's name that are not UTF-8) are written as
+    escapes."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
@@ -188,10 +186,8 @@ def say(text: str) -> None:
 
 
 def all_imported() -> None:
-    """Restarts the garbage collector, for objects made from now on.
-
-    `lead` stops it, because it takes a fifth of the time while large libraries are imported and finds nothing.
-    """
+    """Restarts the garbage collector, for objects made from now on. `lead` stops it, because it takes a fifth of the time while
+    large libraries are imported and finds nothing."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -18,11 +18,9 @@ from omni.utils.hardware import synchronize
 
 
 class PeakMemory:
-    """Peak memory above the memory held at entry, in bytes: of the device on CUDA, of the process elsewhere.
-
-    On the CPU a thread reads the resident size every few milliseconds: the allocator returns large blocks at once, so the
-    resident size follows the memory in use.
-    """
+    """Peak memory above the memory held at entry, in bytes: of the device on CUDA, of the process elsewhere. On the CPU a
+    thread reads the resident size every few milliseconds: the allocator returns large blocks at once, so the resident size
+    follows the memory in use."""
 
     def __init__(self, device: torch.device | str = "cpu", every: float = 0.003) -> None:
         self._device = torch.device(device)

@@ -186,11 +186,9 @@ class Checkpointer:
         return self.before + time.perf_counter() - self.started
 
     def save(self, beside: bool = False) -> None:
-        """Write a checkpoint of the present step, unless there is one.
-
-        With `beside` it may return once the state is copied; `wait` and the next `save` wait for the rest. UserError where
-        the loss is no number any more (the last good checkpoint is named), and for no room or right to write.
-        """
+        """Write a checkpoint of the present step, unless there is one. With `beside` it may return once the state is copied;
+        `wait` and the next `save` wait for the rest. UserError where the loss is no number any more (the last good checkpoint
+        is named), and for no room or right to write."""
         position, self.group.phase = self.position, "writing checkpoint"
         if self.is_saved:
             if not beside:
@@ -361,12 +359,9 @@ PIECE, THREADS = 16 << 20, 4  # bytes that a thread copies at once, and the most
 
 
 class StateCopy:
-    """Host memory for a copy of the training state, kept from one checkpoint to the next; pinned where the state is on a
-    GPU.
-
+    """Host memory for a copy of the training state, kept from one checkpoint to the next; pinned where the state is on a GPU.
     Tensors of one file are copied to the places that they have in the file, which is written from there without another copy
-    (`omni.files.LargeFile`). Shards are copied by PyTorch's stager.
-    """
+    (`omni.files.LargeFile`). Shards are copied by PyTorch's stager."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"

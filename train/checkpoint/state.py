@@ -210,11 +210,9 @@ def load(
     group: ProcessGroup,
     fresh: list[str] | None = None,
 ) -> Position:
-    """Read a checkpoint into model, optimizer and average, in place; all processes must call it.
-
-    `fresh` receives the parameters whose stored optimizer state is another rule's: theirs starts again. UserError for a file
-    that is missing or truncated, and for other tensors.
-    """
+    """Read a checkpoint into model, optimizer and average, in place; all processes must call it. `fresh` receives the
+    parameters whose stored optimizer state is another rule's: theirs starts again. UserError for a file that is missing or
+    truncated, and for other tensors."""
     data = read_state(folder)
     for file in [*folder.rglob("*.safetensors")]:
         refuse_pointer(file)
@@ -247,9 +245,7 @@ def load(
 
 def check_weights(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> None:
     """Refuse weights, or their average, that a checkpoint gave and that are not finite (UserError naming the first tensor).
-
-    Each process looks at its own slices.
-    """
+    Each process looks at its own slices."""
     for name, tensor in tensors_of(module, optimizer, average).items():
         if not name.startswith("optimizer.") and not finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
             raise UserError(f"checkpoint {folder}: tensor {name} holds numbers that are not finite; {way_back(folder)}")

@@ -51,11 +51,8 @@ class Uploads:
         self._checkpoint: tuple[Future[None], str, Path] | None = None  # the last one, with its name and folder
 
     def add(self, folder: Path) -> None:
-        """Copy a finished checkpoint, or a finished model, as soon as those before it are copied.
-
-        A checkpoint is held by links to its files, so that it may be deleted meanwhile. One that still waits when the next one
-        comes is left out.
-        """
+        """Copy a finished checkpoint, or a finished model, as soon as those before it are copied. A checkpoint is held by links
+        to its files, so that it may be deleted meanwhile. One that still waits when the next one comes is left out."""
         done, before, name, held = Future[None](), self._last, folder.name, folder
         if folder.parent.name == CHECKPOINTS:
             name, held = f"{CHECKPOINTS}/{folder.name}", _links(folder)

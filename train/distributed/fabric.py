@@ -89,12 +89,10 @@ def setup(fabric: Fabric, module: nn.Module, config: FabricConfig) -> Any:
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one, and let its threads finish.
-
-    A gloo thread that needs the interpreter's lock while the interpreter shuts down, to free a tensor, aborts the process after
-    all its work is done (PyTorch issue 190489). Destroying the group waits for its threads only where nothing else references
-    the group; wrappers such as DDP do, in reference cycles, hence the garbage collection.
-    """
+    """Destroy the process group, if there is one, and let its threads finish. A gloo thread that needs the interpreter's lock
+    while the interpreter shuts down, to free a tensor, aborts the process after all its work is done (PyTorch issue 190489).
+    Destroying the group waits for its threads only where nothing else references the group; wrappers such as DDP do, in
+    reference cycles, hence the garbage collection."""
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
@@ -136,11 +134,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def accumulating(fabric: Fabric, module: Any, more: bool) -> AbstractContextManager[None]:
-    """Context of a backward pass that skips the exchange of gradients where more of them follow in the step (`more`).
-
-    Around the last one it is a null context. Fabric's own for FSDP2 is not used: it leaves the exchange switched off when it
-    ends (lightning-fabric 2.6, `_FSDPNoSync.__exit__`).
-    """
+    """Context of a backward pass that skips the exchange of gradients where more of them follow in the step (`more`). Around
+    the last one it is a null context. Fabric's own for FSDP2 is not used: it leaves the exchange switched off when it ends
+    (lightning-fabric 2.6, `_FSDPNoSync.__exit__`)."""
     if not more:
         return nullcontext()
     return unsynchronized(module) if sharded_parts(module) else fabric.no_backward_sync(module)
@@ -190,11 +186,9 @@ def full_state(
     prefix: str = "",
     device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """The whole state dict, on the first process (empty on the others); all processes must call it.
-
-    Names that start with `prefix` are kept, without it, and `replace`, such as the running average, has values instead of
-    the module's. What is whole and on `device` already shares memory with them; sharded values come to the CPU.
-    """
+    """The whole state dict, on the first process (empty on the others); all processes must call it. Names that start with
+    `prefix` are kept, without it, and `replace`, such as the running average, has values instead of the module's. What is whole
+    and on `device` already shares memory with them; sharded values come to the CPU."""
     whole: dict[str, Tensor] = {}
     for name, (dtype, value) in _values(module, replace, prefix).items():
         sharded = isinstance(value, DTensor)
@@ -221,12 +215,9 @@ def with_whole_state(
     work: Callable[[Mapping[str, Tensor]], T],
     prefix: str = "",
 ) -> T | None:
-    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU (see `full_state`); all call
-    it.
-
-    A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process
-    says which one it reads, and the others follow it until its work has ended or failed.
-    """
+    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU (see `full_state`); all call it.
+    A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process says
+    which one it reads, and the others follow it until its work has ended or failed."""
     values = _values(module, replace, prefix)
 
     @torch.no_grad()
@@ -254,10 +245,8 @@ def with_whole_state(
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Compile the decoder's blocks in place: names stay, and blocks of one kind share their code.
-
-    The encoder's are not compiled: the lengths of a batch's clips are new every time and would cause recompilation.
-    """
+    """Compile the decoder's blocks in place: names stay, and blocks of one kind share their code. The encoder's are not
+    compiled: the lengths of a batch's clips are new every time and would cause recompilation."""
     silence("torch.utils.cpp_extension")
     for name, part in module.named_modules():
         if isinstance(part, nn.ModuleList) and name.endswith(("decoder.blocks", "decoder.post_blocks")):
@@ -282,11 +271,9 @@ def quantized_type(precision: str) -> torch.dtype:
 
 
 class AdapterPrecision(HalfPrecision):
-    """`bf16-true` that also suits runs with adapters: the base is stored in bf16, the trainable parameters in fp32.
-
-    bf16 has 8 bits of precision: an update of 2.5e-5 is lost in every value from 2^-7 on. PEFT keeps adapters in fp32 likewise
-    (`autocast_adapter_dtype`). Trainable parameters are cast for each product, by autocast.
-    """
+    """`bf16-true` that also suits runs with adapters: the base is stored in bf16, the trainable parameters in fp32. bf16 has 8
+    bits of precision: an update of 2.5e-5 is lost in every value from 2^-7 on. PEFT keeps adapters in fp32 likewise
+    (`autocast_adapter_dtype`). Trainable parameters are cast for each product, by autocast."""
 
     device = "cpu"
     """Device type of autocast."""
@@ -315,12 +302,10 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """A context in which PyTorch takes deterministic kernels only, where `on`; what was set before is restored.
-
-    An operation without such a kernel is an error: flash and memory-efficient attention take their deterministic backward
-    pass only if it is (`warn_only` off; aten/src/ATen/native/transformers/cuda/attention_backward.cu). To be entered before
-    CUDA starts, since cuBLAS reads its workspace's size once.
-    """
+    """A context in which PyTorch takes deterministic kernels only, where `on`; what was set before is restored. An operation
+    without such a kernel is an error: flash and memory-efficient attention take their deterministic backward pass only if it is
+    (`warn_only` off; aten/src/ATen/native/transformers/cuda/attention_backward.cu). To be entered before CUDA starts, since
+    cuBLAS reads its workspace's size once."""
     if not on:
         yield
         return

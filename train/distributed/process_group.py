@@ -123,10 +123,8 @@ class ProcessGroup:
         return result  # type: ignore[no-any-return]
 
     def run_on_first(self, work: Callable[[], T]) -> T | None:
-        """Run `work` in the first process alone and return its result (None in the others).
-
-        Its UserError is raised in all processes, and so is an OSError, as a UserError.
-        """
+        """Run `work` in the first process alone and return its result (None in the others). Its UserError is raised in all
+        processes, and so is an OSError, as a UserError."""
         result, failure = None, None
         if self.first:
             try:
@@ -212,10 +210,8 @@ def described(entries: list[Mapping[str, Any]]) -> str:
 
 def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
     """Start the run's other processes, or meet those that a launcher has started; under `fabric run` they have met already.
-
-    Under torchrun the process group is made over a part of its store that is new at each restart (see `fresh`). UserError
-    where processes have different configurations (`plain`), the first one's address is unknown, or its port is taken.
-    """
+    Under torchrun the process group is made over a part of its store that is new at each restart (see `fresh`). UserError where
+    processes have different configurations (`plain`), the first one's address is unknown, or its port is taken."""
     os.environ.setdefault(
         "TORCH_FR_BUFFER_SIZE", "2000"
     )  # collectives that are kept: NCCL's default, which gloo has to be told
@@ -248,12 +244,10 @@ def _meet_again(fabric: Fabric) -> None:
 
 
 def fresh(rank: int, world: int) -> dist.Store:
-    """The part of torchrun's store that belongs to this start of the processes alone; all of them must call it.
-
-    torchrun (torch 2.14) keeps the store when it restarts its processes: without this they would find the addresses of those
-    that have died. A number of restarts does not tell starts apart, because each node counts its own. So every process sends
-    the first one a new word, and is told the prefix in answer to it.
-    """
+    """The part of torchrun's store that belongs to this start of the processes alone; all of them must call it. torchrun (torch
+    2.14) keeps the store when it restarts its processes: without this they would find the addresses of those that have died. A
+    number of restarts does not tell starts apart, because each node counts its own. So every process sends the first one a new
+    word, and is told the prefix in answer to it."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.PrefixStore("omni", dist.TCPStore(address, port, is_master=False, timeout=START))
     if rank:

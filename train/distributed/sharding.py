@@ -138,9 +138,7 @@ def to_meta(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> None:
     """Allocate a module of the meta device on `device`, sharded or not, with the first process's values; all processes call it.
-
-    One tensor at a time is whole on the others, and the first one's are let go as they are sent.
-    """
+    One tensor at a time is whole on the others, and the first one's are let go as they are sent."""
     with _without_quantized(module):
         module.to_empty(device=device)
         named = [*module.named_parameters(), *module.named_buffers()]
