@@ -29,7 +29,7 @@ from omni.errors import UserError
 from omni.files import sync
 from omni.layout import IGNORE
 from omni.utils.hardware import synchronize
-from omni.utils.profiling import GIB, PeakMemory, free_memory, seconds_of, timed
+from omni.utils.profiling import GIB, free_memory, peak_memory, seconds_of, timed
 from train.balance.config import BalanceConfig, check_balance
 from train.checkpoint.state import capture
 from train.config.parse import read_fit_config
@@ -62,7 +62,7 @@ def objective(device: torch.device, small: bool) -> Figures:
         runs = []
         for work in (plain, ours):
             seconds = timed(work, device, 1)
-            with PeakMemory(device) as memory:
+            with peak_memory(device) as memory:
                 loss, gradient = work()
             runs.append((seconds, max(memory.peak - held, 1), loss, gradient))
         (a, m, wanted, grad), (b, n, loss, own) = runs

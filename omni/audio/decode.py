@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from omni.errors import UserError
@@ -174,13 +174,9 @@ def _joined(file: BinaryIO, starts: list[int], name: str) -> Recording:
     ]
     rate = max(part.rate for part in parts)
     lengths = [None if part.samples is None else part.samples * rate // part.rate for part in parts]
-
-    def blocks() -> Iterator[Block]:
-        for part in parts:
-            yield from part.blocks()
-
     samples = None if None in lengths else sum(length or 0 for length in lengths)
     doubt = next((part.doubt for part in parts if part.doubt), None)
+    blocks = lambda: chain.from_iterable(part.blocks() for part in parts)  # noqa: E731
     return Recording(rate, max(part.channels for part in parts), samples, parts[0].format, blocks, doubt)
 
 
@@ -199,9 +195,7 @@ def _promised(sound: soundfile.SoundFile, head: bytes, log: str, name: str) -> i
     for promised, held in [(int(p), int(h)) for p, h in _SIZES.findall(log)]:
         if held < promised < _UNKNOWN:
             seconds = sound.frames / sound.samplerate
-            if not seconds:
-                raise truncated(name, held, promised, "bytes")
-            raise truncated(name, seconds, seconds * promised / held)
+            raise truncated(name, seconds, seconds * promised / held) if seconds else truncated(name, held, promised, "bytes")
     return sound.frames
 
 

@@ -112,12 +112,9 @@ def read_safetensors(path: Path) -> dict[str, Lazy]:
         code, shape = rows.get_dtype(), tuple(rows.get_shape())
         if code not in DTYPES:
             raise UserError(f"{path}: tensor {name} is {code}; known are {', '.join(DTYPES)}: fetch the original model")
-        out[name] = Lazy(shape, DTYPES[code], partial(_rows, rows, bool(shape)))
+        read = lambda start, stop, rows=rows, shape=shape: rows[start:stop] if shape else rows[...]  # noqa: E731
+        out[name] = Lazy(shape, DTYPES[code], read)
     return out
-
-
-def _rows(tensor: Any, sliced: bool, start: int, stop: int) -> Tensor:
-    return tensor[start:stop] if sliced else tensor[...]
 
 
 def read_pieces(path: Path) -> dict[str, Lazy]:

@@ -84,7 +84,9 @@ def mistake(error: ValidationError, config_type: Any, data: Any, where: Callable
     parts, value = _walk(data, first["loc"])
     path = ".".join(map(str, parts))
     if first["type"] == "unexpected_keyword_argument":
-        known = [*keys_at(config_type, parts[:-1]), *all_keys(config_type)]
+        section = inner(hint_at(config_type, parts[:-1]))
+        names = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
+        known = [*(".".join(map(str, [*parts[:-1], name])) for name in names), *all_keys(config_type)]
         if where(path).endswith("--"):
             return UserError(f"unknown option --{path}; {meant(path, known, '--') or 'leave it out'}")
         return UserError(f"{where(path)}unknown key {path}; {meant(path, known) or 'leave it out'}")
@@ -141,13 +143,6 @@ def hint_at(config_type: Any, parts: Sequence[Any]) -> Any:
         else:
             return None
     return hint
-
-
-def keys_at(config_type: Any, parts: Sequence[Any]) -> list[str]:
-    """Dotted keys of the section at a path."""
-    section = inner(hint_at(config_type, parts))
-    names = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
-    return [".".join(map(str, [*parts, name])) for name in names]
 
 
 def all_keys(config_type: Any, path: str = "") -> Iterator[str]:

@@ -6,9 +6,10 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,43 +18,36 @@ import torch
 from omni.utils.hardware import synchronize
 
 
-class PeakMemory:
-    """Peak memory above the memory held at entry, in bytes: of the device on CUDA, of the process elsewhere. On the CPU a
-    thread reads the resident size every few milliseconds: the allocator returns large blocks at once, so the resident size
-    follows the memory in use."""
+@contextmanager
+def peak_memory(device: torch.device | str = "cpu", every: float = 0.003) -> Iterator[SimpleNamespace]:
+    """Context whose `peak` is, at its end, the peak memory above the memory held at entry, in bytes: of the device on CUDA, of
+    the process elsewhere. On the CPU a thread reads the resident size every few milliseconds: the allocator returns large
+    blocks at once, so the resident size follows the memory in use."""
+    device, measured = torch.device(device), SimpleNamespace(peak=0)
+    if device.type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        yield measured
+        synchronize(device)
+        measured.peak = torch.cuda.max_memory_allocated() - start
+        return
+    process, over = psutil.Process(), threading.Event()
+    start = top = process.memory_info().rss
 
-    def __init__(self, device: torch.device | str = "cpu", every: float = 0.003) -> None:
-        self._device = torch.device(device)
-        self.cuda = self._device.type == "cuda"
-        self.every = every
-        self.peak = 0
+    def watch() -> None:
+        nonlocal top
+        while not over.wait(every):
+            top = max(top, process.memory_info().rss)
 
-    def __enter__(self) -> PeakMemory:
-        if self.cuda:
-            synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats()
-            self.start = torch.cuda.memory_allocated()
-            return self
-        self._process = psutil.Process()
-        self.start = self._top = self._process.memory_info().rss
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(self.every):
-            self._top = max(self._top, self._process.memory_info().rss)
-
-    def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.cuda:
-            synchronize(self._device)
-            self.peak = torch.cuda.max_memory_allocated() - self.start
-            return
-        self._top = max(self._top, self._process.memory_info().rss)
-        self._stop.set()
-        self._thread.join()
-        self.peak = self._top - self.start
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield measured
+    finally:
+        measured.peak = max(top, process.memory_info().rss) - start
+        over.set()
+        watcher.join()
 
 
 GIB = 1 << 30

@@ -53,15 +53,6 @@ def test_a_run_starts_from_a_bucket(bucket: Any, model: Path) -> None:
         assert torch.equal(tensor, initial.model.state_dict()[name])
 
 
-def test_a_model_that_was_replaced_is_read_again(bucket: Any, model: Path, tmp_path: Path) -> None:
-    address = bucket.put_all(model, "m")
-    assert SpeechLM.from_pretrained(address).config.codec == "snac"
-    made = make_model(LAYOUTS["pad"], context=200)
-    save_folder(tmp_path / "other", replace(made.config, codec="mimi"), made.state_dict(), Tokenizer.bytes())
-    bucket.put_all(tmp_path / "other", "m")
-    assert SpeechLM.from_pretrained(address).config.codec == "mimi"
-
-
 def test_a_model_of_a_web_server_is_known_by_the_files_that_it_lists(bucket: Any, model: Path) -> None:
     with web() as server:
         server.files |= {f"/m/{file.name}": file.read_bytes() for file in model.iterdir()}

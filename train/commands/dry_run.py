@@ -22,7 +22,7 @@ from omni.model.linears import quantize
 from omni.model.speech_model import SpeechModel
 from omni.plugins import load_plugins, loaded
 from omni.utils.hardware import peak_flops, synchronize
-from omni.utils.profiling import GIB, PeakMemory
+from omni.utils.profiling import GIB, peak_memory
 from train.config.run import FitConfig
 from train.console.progress import counted
 from train.data.batching.batch import Batch
@@ -89,7 +89,7 @@ def measure_steps(config: FitConfig, shape: ModelConfig, device: torch.device) -
     small = replace(config, data=replace(config.data, packing=packing), fabric=replace(config.fabric, compile=False))
     if device.type == "cpu":
         _two_steps(small, shape, device, 1)  # loads libraries
-    with PeakMemory(device) as memory:
+    with peak_memory(device) as memory:
         seconds = _two_steps(config, shape, device, min(2, count))
     return memory.peak, seconds * count / min(2, count)
 

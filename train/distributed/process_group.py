@@ -150,7 +150,12 @@ def lost_named(group: ProcessGroup) -> Iterator[None]:
             raise
         threading.Thread(target=_end_what_hangs, daemon=True).start()
         waited = last_collective()
-        absent = _absent(group) if "Timed out" in str(error) and "monitoredBarrier" not in str(error) else ""
+        absent = ""
+        if "Timed out" in str(error) and "monitoredBarrier" not in str(error):
+            try:  # which processes do not answer, in PyTorch's words; the first process knows
+                dist.monitored_barrier(group.group, NAMING, wait_all_ranks=True)
+            except RuntimeError as named:
+                absent = f"; {_reason(named)}"
         text = f"{_reason(error)}{absent}{waited and f'; it waited in {waited}'}"
         raise LostError(f"step {group.step}, process {group.rank}, {group.phase}: {text}; {AGAIN}") from error
 
@@ -167,15 +172,6 @@ def is_lost(error: BaseException | None) -> bool:
 
 def _reason(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300]
-
-
-def _absent(group: ProcessGroup) -> str:
-    """Which processes do not answer, in PyTorch's words; the first process knows."""
-    try:
-        dist.monitored_barrier(group.group, NAMING, wait_all_ranks=True)
-    except RuntimeError as error:
-        return f"; {_reason(error)}"
-    return ""
 
 
 def _end_what_hangs() -> None:
