@@ -45,20 +45,16 @@ class Mend(nn.Module):
         super().__init__()
         self.config, self.shapes = config or MendConfig(), dict(shapes)
         self.base: dict[str, int] | None = None  # checksum of each linear it was trained for, where known (`tie`)
-        self.networks: dict[str, tuple[str, int | None]] = {}  # network of each linear, and its mode there
-        modes: dict[str, int] = {}
-        for name, (inputs, outputs) in shapes.items():
-            key = f"{inputs}x{outputs}" if self.config.shared else name.replace(".", "#")
-            self.networks[name] = key, modes.get(key, 0) if self.config.shared else None
-            modes[key] = modes.get(key, 0) + 1
+        shared = self.config.shared
+        keys = {name: f"{i}x{o}" if shared else name.replace(".", "#") for name, (i, o) in shapes.items()}
+        members = {key: [name for name, own in keys.items() if own == key] for key in keys.values()}
+        # The network of each linear, and its mode there.
+        self.networks = {name: (key, members[key].index(name) if shared else None) for name, key in keys.items()}
         self.transforms = nn.ModuleDict()
-        for name, (key, _) in self.networks.items():
-            if key not in self.transforms:
-                number = modes[key] if self.config.shared else None
-                self.transforms[key] = nn.ModuleList(
-                    GradientTransform(*shapes[name], self.config.transform, number)
-                    for _ in range(2 if self.config.split else 1)
-                )
+        for key, names in members.items():
+            stages = range(2 if self.config.split else 1)
+            made = [*shapes[names[0]], self.config.transform, len(names) if shared else None]
+            self.transforms[key] = nn.ModuleList(GradientTransform(*made) for _ in stages)
         self.edit_lr = nn.Parameter(torch.full((len(shapes),), self.config.edit_lr))
 
     @classmethod

@@ -30,9 +30,8 @@ class LoRAConfig:
     rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
-        if not self.targets or isinstance(self.targets, str):
-            content = f"the text {self.targets!r}" if self.targets else "empty"
-            raise UserError(f"lora.targets is {content}; give a list of names of linears, such as ['decoder.blocks.*']")
+        if not self.targets:
+            raise UserError("lora.targets is empty; give a list of names of linears, such as ['decoder.blocks.*']")
 
     @property
     def scale(self) -> float:
