@@ -52,9 +52,9 @@ class Mend(nn.Module):
         self.networks = {name: (key, members[key].index(name) if shared else None) for name, key in keys.items()}
         self.transforms = nn.ModuleDict()
         for key, names in members.items():
-            stages = range(2 if self.config.split else 1)
-            made = [*shapes[names[0]], self.config.transform, len(names) if shared else None]
-            self.transforms[key] = nn.ModuleList(GradientTransform(*made) for _ in stages)
+            modes, stages = len(names) if shared else None, range(2 if self.config.split else 1)
+            made = (GradientTransform(*shapes[names[0]], self.config.transform, modes) for _ in stages)
+            self.transforms[key] = nn.ModuleList(made)
         self.edit_lr = nn.Parameter(torch.full((len(shapes),), self.config.edit_lr))
 
     @classmethod

@@ -31,9 +31,8 @@ from train.balance.bilevel import build
 from train.balance.config import BalanceConfig
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
-from train.objective.objective import Losses
+from train.objective.objective import GraphLosses, Losses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
 from train.objective.objective import cells as cells_of
-from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
 from train.trainer.parts import Batch, Parts

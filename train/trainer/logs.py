@@ -26,8 +26,7 @@ from train.console.progress import figures_line
 from train.data.batching.batch import Batch
 from train.data.batching.packer import Counts, Trained
 from train.distributed.process_group import ProcessGroup
-from train.objective.objective import Losses
-from train.objective.task_losses import ExampleLosses
+from train.objective.objective import ExampleLosses, Losses
 from train.trainer.metrics import BalanceTally
 from train.trainer.parts import Figures, Observer, Outcome
 

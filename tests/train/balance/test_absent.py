@@ -19,7 +19,7 @@ from train.checkpoint import retention, state
 from train.config.sections import BudgetConfig
 from train.distributed.fabric import build_fabric
 from train.distributed.process_group import ProcessGroup
-from train.objective.task_losses import TaskLosses, cells_by_task, mean_factors
+from train.objective.objective import TaskLosses, cells_by_task, mean_factors
 from train.trainer.logs import BALANCE, METRICS, read_table
 
 SECTIONS = [

@@ -13,8 +13,7 @@ from tests.train.balance.toys import balanced_config, balanced_fit, balanced_par
 from train.balance.config import BalanceConfig
 from train.config.sections import BudgetConfig
 from train.data.batching.loader import StepLoader
-from train.objective.objective import Objective, targets
-from train.objective.task_losses import feature_tasks
+from train.objective.objective import Objective, feature_tasks, targets
 
 
 @pytest.mark.sampled(2)

@@ -22,8 +22,7 @@ from tests.train.toys import ALONE, final_tensors
 from train.cli import main
 from train.data.batching.batch import SegmentNames
 from train.data.batching.loader import StepLoader
-from train.objective.objective import Losses, Objective, targets
-from train.objective.task_losses import ExampleLosses, PlainLosses
+from train.objective.objective import ExampleLosses, Losses, Objective, PlainLosses, targets
 from train.trainer import logs
 from train.trainer.logs import HIGHEST, HighestLosses
 

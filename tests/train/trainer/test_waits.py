@@ -30,8 +30,7 @@ from train.data.config import PackingConfig
 from train.distributed.fabric import build_fabric
 from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
-from train.objective.objective import Losses, Objective, targets
-from train.objective.task_losses import GraphLosses, TaskLosses, cells_by_task
+from train.objective.objective import GraphLosses, Losses, Objective, TaskLosses, cells_by_task, targets
 from train.optim.optimizer import Average, build_optimizer
 from train.plan.memory import worst_batch
 from train.trainer.logs import HighestLosses
