@@ -202,7 +202,7 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
         for name, section in sections.items():
             trainable = [(n.removeprefix("model."), p) for n, p in loop.objective.named_parameters() if p.requires_grad]
             own = (loop.parts, built["fabric"], built["module"], trainable, loop.group)
-            balancing = Balancing(section, *own, len(batches[0].batches), loop.config.objective.by_heads)
+            balancing = Balancing(section, *own, len(batches[0].batches))
             works[name] = BalancedStep(**built, balance=balancing, start=0.0)
         slices = {name: partial(_slice, step) for name, step in works.items()}
         spent = in_turns(slices, [batches], device, 1 if small else 12)

@@ -67,8 +67,8 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
     work = StepFlops(model, config.objective)(batch, targets(batch)) * config.data.micro_batches / processes
     speed, columns = peak_flops(device), batch.positions * config.data.micro_batches
     counted = estimate(config, model, device_type == "cuda").needed(in_step=True)
-    own = f"peak {peak / GIB:.3f} GiB on each device ({counted / GIB:.3f} by the plan's arithmetic)"
-    print(f"two steps of the fullest rows: {own}")
+    arithmetic = f"{counted / GIB:.3f} by the plan's arithmetic"
+    print(f"two steps of the fullest rows: peak {peak / GIB:.3f} GiB on each device ({arithmetic})")
     share = f", {work / seconds / speed:.1%} of the device's peak" if speed else ""
     print(f"pace: {seconds:.3g} s a step, {columns / seconds:,.0f} time steps a second{share}")
 

@@ -62,7 +62,6 @@ class Balancing:
         module: the objective as Fabric wraps it.
         learning: trainable parameters, by name.
         micro_batches: of this process in a step.
-        aligned: heads on the encoder are trained.
     """
 
     def __init__(
@@ -74,9 +73,8 @@ class Balancing:
         learning: Sequence[tuple[str, nn.Parameter]],
         group: ProcessGroup,
         micro_batches: int,
-        aligned: bool,
     ) -> None:
-        self.parts, self.fabric, self.module, self.group, self.aligned = parts, fabric, module, group, aligned
+        self.parts, self.fabric, self.module, self.group = parts, fabric, module, group
         by_stream, shape = section.tasks == "streams", (len(parts.tasks), len(parts.streams))
         self.balancer: Any = build(section, list(parts.streams if by_stream else parts.balanced or ()))
         self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, parts.tasks, shape[1])
@@ -283,8 +281,9 @@ class Balancing:
 
     def _rest(self, now: _StepState, note: bool = True) -> None:
         """Adds the gradients of losses that belong to no balanced task, if there are any."""
+        objective: Any = self.parts.objective
         others = bool(self.counts(now.cells)[-1] > 0)
-        for batch, alone in self._passes(now.batches if others or self.aligned else ()):
+        for batch, alone in self._passes(now.batches if others or objective.config.by_heads else ()):
             with alone:
                 self._backward(self._pass(batch, now, self._only(-1), note=note, alignment_only=not others).total)
 

@@ -142,6 +142,5 @@ def pictures(folder: Path) -> dict[str, Path]:
     """Redraws the curves; returns the pictures that exist, by name."""
     curves(folder)
     balance(folder)
-    files = {"curves": CURVES, "spectrogram": SPECTROGRAMS, "balance": PICTURE}
-    paths = {name: folder / file for name, file in files.items()}
-    return {name: file for name, file in paths.items() if file.exists()}
+    files = [folder / name for name in (CURVES, SPECTROGRAMS, PICTURE)]
+    return {file.stem: file for file in files if file.exists()}

@@ -147,9 +147,8 @@ class StepLines(Observer):
 
 def end_lines(position: Position, outcome: Outcome, folder: Path, adapted: bool, trained: Mapping[str, Trained]) -> list[str]:
     """Lines that say how a start of a run ended, where its files are, and what was trained of each source."""
-    exported, saved = outcome.model, outcome.checkpoint
-    if outcome.signal:
-        name = signal.Signals(outcome.signal).name
+    saved, name = outcome.checkpoint, signal.Signals(outcome.signal).name if outcome.signal else ""
+    if name:
         return [f"stopped by {name} after step {outcome.step}; the state is in {saved}: run the same command to go on"]
     lines = [f"finished: {position.step} steps in {duration(position.seconds)}"]
     whole = sum(of.tokens for of in trained.values())
@@ -157,22 +156,18 @@ def end_lines(position: Position, outcome: Outcome, folder: Path, adapted: bool,
         amounts = f"{of.rows:,} rows, {duration(of.milliseconds / 1000)} of sound, {of.tokens:,} tokens"
         lines.append(_line("" if i else "trained", f"{source}: {amounts} ({percent(of.tokens / max(1, whole))})"))
     adapter = folder / ADAPTER if adapted else None
-    for label, path in (("model", exported), ("adapter", adapter), ("logs", folder / METRICS), ("checkpoint", saved)):
-        if path == adapter and label == "model":
-            continue
-        if path is not None and path.exists():
-            lines.append(_line(label, str(path)))
-    return lines + [_line(picture.stem, str(picture)) for picture in sorted(folder.glob("*.png"))]
+    files = {"model": outcome.model if outcome.model != adapter else None, "adapter": adapter}
+    files |= {"logs": folder / METRICS, "checkpoint": saved, **{file.stem: file for file in sorted(folder.glob("*.png"))}}
+    return lines + [_line(label, str(file)) for label, file in files.items() if file is not None and file.exists()]
 
 
 def lost_line(step: int, parent: Path) -> str:
     """A line that says how many steps a run loses that ends after `step`, with its checkpoints in `parent`."""
     saved = newest(parent)
     lost = step - (int(saved.name[5:]) if saved is not None else 0)
-    since = saved if saved is not None else "the start"
     if not lost:
         return f"ended: nothing is lost of {counted(step, 'step')}" + (f", which {saved} has" if saved is not None else "")
-    return f"ended without saving: {counted(lost, 'step')} since {since} {'is' if lost == 1 else 'are'} lost"
+    return f"ended without saving: {counted(lost, 'step')} since {saved or 'the start'} {'is' if lost == 1 else 'are'} lost"
 
 
 def _line(label: str, text: str) -> str:

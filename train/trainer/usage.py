@@ -147,7 +147,14 @@ def out_of_memory(
     match = re.search(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error), re.IGNORECASE)
     asked = f"{_size(float(match[1]) * UNITS[match[2]])} were asked for" if match is not None else "the request has no size"
     on_gpu = device.type == "cuda" and not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error)
-    room, limit = _room(device if on_gpu else None)
+    memory = psutil.virtual_memory()
+    limit, room = float(memory.total), f"the machine has {_size(memory.total)}, {_size(memory.available)} of it free"
+    if on_gpu:
+        try:
+            free, limit = torch.cuda.mem_get_info(device)
+            room = f"{device} has {_size(limit)}, {_size(free)} of it free"
+        except RuntimeError:  # no room for the driver's own
+            room, limit = f"{device} is full", math.inf
     lines = [f"memory ran out{'' if step is None else f' in step {step}'}: {asked}; {room}"]
     if usage is not None:
         gradients = [p.grad for p in usage.objective.parameters() if p.grad is not None]
@@ -160,18 +167,6 @@ def out_of_memory(
     explained = OutOfMemory("\n  ".join(lines))
     explained.in_step, explained.limit = step is not None, limit
     return explained
-
-
-def _room(gpu: torch.device | None) -> tuple[str, float]:
-    """How much memory a GPU has, or the machine, and how much of it is free; and the bytes that a run may fill."""
-    if gpu is None:
-        memory = psutil.virtual_memory()
-        return f"the machine has {_size(memory.total)}, {_size(memory.available)} of it free", memory.total
-    try:
-        free, whole = torch.cuda.mem_get_info(gpu)
-    except RuntimeError:  # no room for the driver's own
-        return f"{gpu} is full", math.inf
-    return f"{gpu} has {_size(whole)}, {_size(free)} of it free", whole
 
 
 def _size(count: float) -> str:

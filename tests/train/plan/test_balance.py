@@ -100,7 +100,7 @@ def test_passes_are_as_many_as_a_step_makes(method: str, level: str | None, micr
         bench.objective, lambda *_: iter(()), targets, streams, tuple(TASKS), balanced=balanced_tasks(section, config.data),
         outer=outer,
     )  # fmt: skip
-    balancing = Balancing(section, parts, fabric, bench.objective, bench.named, group, micro, aligned)  # type: ignore[arg-type]
+    balancing = Balancing(section, parts, fabric, bench.objective, bench.named, group, micro)  # type: ignore[arg-type]
     forwards = 0
 
     def count(module: nn.Module, args: Any, out: Any) -> None:
