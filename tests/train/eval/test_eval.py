@@ -21,7 +21,6 @@ from train.data.readers import Broken
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.eval import journal
-from train.eval.config import EvalConfig
 from train.eval.questions import Questions, open_data, readable
 from train.scoring.text import normalise
 
@@ -125,10 +124,6 @@ def test_our_rows_have_code_references_and_a_text_only_score(model: Path, tmp_pa
     assert run(model, tmp_path / "rows.parquet", "--out", again, *QUICK, "--timed", "0", "--text_before", model) == 0
     for same in report(again)["text_change"].values():
         assert same["difference"]["value"] == same["difference"]["low"] == same["difference"]["high"] == 0
-
-
-def test_stored_settings_keep_their_names() -> None:
-    assert EvalConfig(limit=3).deciding()["questions"] == 3 and "limit" not in EvalConfig().deciding()
 
 
 @pytest.mark.parametrize("count", [1, 4, 11, 50, None])

@@ -22,7 +22,7 @@ from train.data.rows.row import Row, RowTurn
 from train.eval.answers import EvalQuestion, judge, timing_scores
 from train.eval.config import EvalConfig
 from train.eval.held_out import Item
-from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, pairs_of, plain, shown
+from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, plain, shown
 from train.eval.report import (
     ANSWERS,
     TEXT,
@@ -214,8 +214,3 @@ def test_times_of_a_streamed_answer() -> None:
         "real_time_factor": (0.6, 1.2),
     }
     assert timing_scores(Timings(total=0.1)) == {}
-
-
-def test_pairs_are_taken_from_the_records_that_have_them() -> None:
-    records = [{"scores": {"wer": [1, 2]}}, {"broken": "no"}, {"scores": {"cer": [1, 9]}}, {"scores": {"wer": [0, 4]}}]
-    assert pairs_of(records, "wer").tolist() == [[1, 2], [0, 4]] and pairs_of(records, "ended").shape == (0, 2)

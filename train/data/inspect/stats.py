@@ -24,7 +24,7 @@ SHOWN = 12
 
 
 COLUMNS = {"mean": "mean", "min": "min", "p5": "5 %", "p50": "50 %", "p95": "95 %", "max": "max"}
-"""Columns of the table of lengths: keys of `Sample.summary`, and their titles."""
+"""Columns of the table of lengths: keys of `collect.summary`, and their titles."""
 
 TEXT_COLUMNS = {"texts": "texts", "distinct_texts": "distinct", "words": "words", "distinct_words": "distinct words"}
 """Columns of the table of texts: keys of `TextCounts.plain`, and their titles."""

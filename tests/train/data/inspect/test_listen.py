@@ -103,8 +103,7 @@ def test_a_path_that_is_none_is_told_and_the_rest_written(change, tmp_path: Path
 
 def test_broken_parts_are_told_and_the_rest_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = row(0, question_audio=Sound(data=b"RIFF"), answer_codes=Codes("snac", torch.zeros(7, 3, dtype=torch.int32)))
-    data = stored(tmp_path / "data", [bad])
-    assert main([str(data), "0", "--out", str(tmp_path / "out")]) == 0
+    assert main([str(stored(tmp_path / "data", [bad])), "0", "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert "question 0: no sound: " in out and "not decoded: codec snac needs a folder" in out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["answer-0.wav"]
