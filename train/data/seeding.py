@@ -144,6 +144,3 @@ class Windows:
             if len(self._orders) > KEPT_EPOCHS:
                 self._orders.popitem(last=False)
         return self._orders[epoch]
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_orders": OrderedDict()}

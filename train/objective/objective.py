@@ -457,7 +457,7 @@ def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[T
 
 
 def sums_by_example(batch: Batch, index: Sequence[Tensor], each: Tensor) -> Tensor:
-    """Sum the losses of all targets, and count them, by segment of the batch (see `SegmentNames`), [2, S]."""
+    """Sum the losses of all targets, and count them, by segment of the batch (see `Batch.names`), [2, S]."""
     bounds = batch.packed.ends.long()
     segment = torch.searchsorted(bounds, torch.cat(list(index)), right=True) - 1
     values = each.detach(), torch.ones_like(each)

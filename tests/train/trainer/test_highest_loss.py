@@ -20,7 +20,6 @@ from tests.golden.toys import RECIPE, inside, place
 from tests.train.balance.toys import tiny, tiny_pipeline
 from tests.train.toys import ALONE, final_tensors
 from train.cli import main
-from train.data.batching.batch import SegmentNames
 from train.data.batching.loader import StepLoader
 from train.objective.objective import ExampleLosses, Losses, Objective, PlainLosses, targets
 from train.trainer import logs
@@ -35,7 +34,7 @@ def losses_of(*each: tuple[float, int]) -> Losses:
 
 
 def named(*names: str) -> Any:
-    return SimpleNamespace(names=SegmentNames([(name, "A1T1") if name else ("", "") for name in names]))
+    return SimpleNamespace(names=SimpleNamespace(each=[(name, "A1T1") if name else ("", "") for name in names]))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

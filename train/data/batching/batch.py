@@ -19,15 +19,6 @@ from omni.tasks import TASKS, Columns
 from omni.text import Tokenizer
 from train.data.batching.examples import Example
 
-
-class SegmentNames:
-    """Row (`Example.where`) and tasks of each segment of a batch, in its rows one after another; empty for an unused end. A
-    plain class: Fabric looks through the elements of any container for tensors."""
-
-    def __init__(self, each: Sequence[tuple[str, str]] = ()) -> None:
-        self.each = tuple(each)
-
-
 T = TypeVar("T")
 
 
@@ -61,6 +52,8 @@ class Batch:
         inputs: [N, M, t] features of the clips as the encoder takes them, zero beyond their ends.
         input_lengths, frames: feature frames and encoder frames of each clip.
         transcripts: ids for the alignment loss of each clip, empty where there are none.
+        names: `each`: row (`Example.where`) and tasks of each segment, in the rows one after another, empty for an unused end.
+            No tuple itself, because Fabric looks through the elements of any container for tensors.
         turn: labels of the turn head for the frames of all clips, [sum of frames, 2] int8, see `Clip.turn`; None for none.
         state: plain data: of the packer after this batch; see `train.data.batching.packer`.
         known: what the host has found of the batch; kept by a copy with the same fields, not by `replace`.
@@ -78,7 +71,7 @@ class Batch:
     examples: int
     positions: int
     state: dict[str, Any]
-    names: SegmentNames = field(default_factory=SegmentNames)
+    names: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(each=()))
     turn: Tensor | None = None
     known: SimpleNamespace = field(default_factory=SimpleNamespace, init=False, repr=False, compare=False)
 
@@ -195,7 +188,7 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         examples=len(examples),
         positions=sum(len(example.columns) for example in examples),
         state=state,
-        names=SegmentNames(names),
+        names=SimpleNamespace(each=tuple(names)),
         turn=torch.cat(labels) if any(clip.turn is not None for clip in clips) else None,
     )
 

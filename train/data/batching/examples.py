@@ -153,11 +153,17 @@ TOO_LONG = "too long"
 
 
 class Unusable(UserError):
-    """A row that a task cannot use; `reason` is the kind of fault, the same for all such rows, `task` that of the draw."""
+    """A row that a task cannot use.
 
-    def __init__(self, message: str, reason: str, task: str = "") -> None:
+    Attributes:
+        reason: the kind of fault, the same for all such rows, such as `too long` or `no answer_text`.
+        task: that the row was drawn for, "" where the row could not be read.
+        source: number and name, as in `data.sources[0] (rows.parquet)`.
+    """
+
+    def __init__(self, message: str, reason: str, task: str = "", source: str = "") -> None:
         super().__init__(message)
-        self.reason, self.task = reason, task
+        self.reason, self.task, self.source = reason, task, source
 
 
 class TooLong(Unusable):

@@ -52,7 +52,7 @@ class Pipeline:
         self.seed, self.broken = seed, broken
         self._kept, self._keep = OrderedDict[tuple[int, int], Prepared](), kept
 
-    def fetch(self, number: int, packers: int = 1) -> Example | Unused:
+    def fetch(self, number: int, packers: int = 1) -> Example | Unusable:
         """Make the example of draw `number`, or the reason why there is none, where such draws are skipped. `packers`: see
         `Mixture.draw`. UserError: a broken row, or one that no packed row or window can hold; it is named."""
         draw = self.mixture.draw(number, packers)
@@ -64,7 +64,7 @@ class Pipeline:
             if (self.packing.too_long if isinstance(error, TooLong) else self.broken) != "skip":
                 raise
             task, reason = (error.task, error.reason) if isinstance(error, Unusable) else ("", "the row cannot be read")
-            return Unused(self.names[draw.source], task, reason, str(error))
+            return Unusable(str(error), reason, task, self.names[draw.source])
 
     def marks(self, packer: int, packers: int, draws: Iterable[int]) -> dict[str, list[list[int]]]:
         """Where a packer's streams are, by the number of the source, so that these draws and later ones are made at once."""
@@ -173,7 +173,7 @@ class PackerShard:
             except UsedUp:
                 break
             self.next += self.stride
-            if isinstance(example, Unused):
+            if isinstance(example, Unusable):
                 self.skipped += example.reason == TOO_LONG
                 self.broken += example.reason != TOO_LONG
                 self.counts.leave_out(example)
@@ -206,9 +206,9 @@ class PackerShard:
         self.pipeline.restore(self.next % self.stride, self.stride, state.get("streams", {}))
         for draw in state["buffer"]:
             example = self.pipeline.fetch(int(draw), self.stride)
-            if isinstance(example, Unused):
+            if isinstance(example, Unusable):
                 raise UserError(
-                    f"draw {draw} of the state cannot be used now ({example.why}): resume with the same data and packing"
+                    f"draw {draw} of the state cannot be used now ({example}): resume with the same data and packing"
                 )
             self.buffer.append(example)
 
@@ -256,22 +256,6 @@ COLUMNS = ("source", "task", "reason", "rows", "of", "share", "first")
 """Columns of the file `unused.csv`: `of` are all draws of the source for the task, `share` is rows / of."""
 
 
-@dataclass(frozen=True)
-class Unused:
-    """A draw without example.
-
-    Attributes:
-        source: number and name, as in `data.sources[0] (rows.parquet)`.
-        task: that the row was drawn for, "" where the row could not be read.
-        reason: the kind of fault, such as `too long` or `no answer_text`.
-    """
-
-    source: str
-    task: str
-    reason: str
-    why: str
-
-
 class Trained(NamedTuple):
     """Counts of what has been trained of a source: rows, milliseconds of sound (see `Example`) and tokens (time steps)."""
 
@@ -300,12 +284,12 @@ class Counts:
         """Count what a batch has of a source."""
         self.trained[source] = Trained(*map(sum, zip(self.trained.get(source, (0, 0, 0)), more, strict=True)))
 
-    def leave_out(self, draw: Unused) -> None:
+    def leave_out(self, draw: Unusable) -> None:
         """Count an unused draw, and keep its message where it is among the first."""
         self.add(draw.source, [draw.task])
         key = draw.source, draw.task, draw.reason
         count, first = self.unused.get(key, (0, ()))
-        self.unused[key] = count + 1, first if len(first) == FIRST else (*first, draw.why)
+        self.unused[key] = count + 1, first if len(first) == FIRST else (*first, str(draw))
 
     def plain(self) -> dict[str, Any]:
         """Convert to plain data, fit for JSON."""

@@ -13,7 +13,8 @@ from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
 from tests.train.toys import toy_batch, toy_config, toy_fit, toy_parts
 from tests.train.trainer.test_preflight import lacking
 from tests.train.trainer.test_preflight import read as read_recipe
-from train.data.batching.packer import ENOUGH, Counts, PackerShard, Pipeline, Unused
+from train.data.batching.examples import Unusable
+from train.data.batching.packer import ENOUGH, Counts, PackerShard, Pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.sources.mixture import Mixture, TaskMixture
@@ -47,7 +48,7 @@ def counted(broken: int, of: int) -> dict[str, Any]:
     counts = Counts()
     for number in range(of):
         if number < broken:
-            counts.leave_out(Unused("chats", "T1A2", "no answer_text", f"row {number}"))
+            counts.leave_out(Unusable(f"row {number}", "no answer_text", "T1A2", "chats"))
         else:
             counts.add("chats", ["T1A2"])
     return {"broken": broken, "counts": counts.plain()}
@@ -103,7 +104,7 @@ def test_a_row_counts_once_for_its_source_whatever_its_tasks():
     for number in range(200):
         counts.add("chats", ["A1T1", "T1A2", "T1T2"])
         if number < 60:
-            counts.leave_out(Unused("chats", "", "the row cannot be read", f"row {number}"))
+            counts.leave_out(Unusable(f"row {number}", "the row cannot be read", "", "chats"))
     assert counts.total("chats", "") == 260 and counts.total("chats", "T1A2") == 200
     with pytest.raises(UserError, match=r"60 of 260 rows \(23.1%\)"):
         counts.check(0.1)

@@ -13,8 +13,8 @@ from omni.errors import UserError
 from omni.tasks import TASKS
 from tests.train.data.rows.test_rows import rows
 from tests.train.data.toys import MODELS, maker_of
-from train.data.batching.examples import Example
-from train.data.batching.packer import Pipeline, Unused
+from train.data.batching.examples import Example, Unusable
+from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.parquet import PARTS, Needed, StoredRows, write_rows
 from train.data.rows.row import Row, Sound, Word, to_plain
@@ -76,7 +76,7 @@ def test_rows_have_what_their_tasks_need_and_lack_the_rest(words, heard_only, fo
         assert [to_plain(row) for row in stored.whole()] == [to_plain(row) for row in whole]
 
 
-def examples(folder: Path, tasks: dict[str, float], whole: bool, heard_only: bool, cut: float) -> list[Example | Unused]:
+def examples(folder: Path, tasks: dict[str, float], whole: bool, heard_only: bool, cut: float) -> list[Example | Unusable]:
     needed = None if whole else Needed(frozenset(tasks), cut > 0, heard_only)
     mixture = Mixture([StoredRows(folder, needed=needed)], [1.0], 5)
     maker = maker_of(MODEL, heard_only=heard_only, cut=cut)
@@ -93,8 +93,8 @@ def test_examples_are_those_of_whole_rows(tasks, heard_only, cut, folder):
     assert sum(isinstance(one, Example) for one in found) > 4
     for one, other in zip(found, wanted, strict=True):
         assert type(one) is type(other)
-        if isinstance(one, Unused) or isinstance(other, Unused):
-            assert one == other
+        if isinstance(one, Unusable) or isinstance(other, Unusable):
+            assert (str(one), vars(one)) == (str(other), vars(other))
             continue
         assert (one.where, one.tasks) == (other.where, other.tasks) and torch.equal(one.task, other.task)
         for a, b in zip(vars(one.columns).values(), vars(other.columns).values(), strict=True):

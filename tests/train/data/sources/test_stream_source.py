@@ -20,8 +20,9 @@ import torch
 from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TOKENIZER, codec_of
+from train.data.batching.examples import Unusable
 from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Pipeline, Unused
+from train.data.batching.packer import Pipeline
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.prepare.config import PrepareConfig
@@ -129,7 +130,7 @@ def test_answers_are_encoded_as_data_prepare_encodes_them(data: dict[str, Path],
     pipe, found = pipeline(data[kind], kind, tasks={"A1A2": 1.0}), {}
     for number in range(sum(SHARDS)):
         example = pipe.fetch(number)
-        assert not isinstance(example, Unused)
+        assert not isinstance(example, Unusable)
         found[example.where] = example.columns.tokens
     source, maker = StreamSource(str(data[kind]), options(kind), "toy4", 4), pipe.maker
     assert maker.codec is not None
@@ -182,12 +183,12 @@ def test_broken_rows_are_counted_and_a_damaged_shard_ends_there(data: dict[str, 
     (tmp_path / "b.tar").write_bytes(whole[: len(whole) // 2])
     pipe = pipeline(tmp_path, "tar", broken="skip", window=100)
     found = [pipe.fetch(number) for number in range(30)]
-    unused = Counter(one.why for one in found if isinstance(one, Unused))
-    assert all(one.reason == "the row cannot be read" for one in found if isinstance(one, Unused))
+    unused = Counter(str(one) for one in found if isinstance(one, Unusable))
+    assert all(one.reason == "the row cannot be read" for one in found if isinstance(one, Unusable))
     assert sum("a.tar row 1: " in why for why in unused) == 1
     (cut,) = [why for why in unused if "b.tar" in why]
     assert "and what follows in its file cannot be read" in cut and "make the file again" in cut
-    good = {one.where for one in found if not isinstance(one, Unused)}
+    good = {one.where for one in found if not isinstance(one, Unusable)}
     assert {where for where in good if "b.tar" in where} and len([where for where in good if "a.tar" in where]) == 3
     with pytest.raises(UserError, match=r"[ab]\.tar row \d+: "):
         strict = pipeline(tmp_path, "tar")
