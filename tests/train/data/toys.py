@@ -19,6 +19,7 @@ from omni.text import Tokenizer
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
+from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import key, seeded_rng
 from train.data.sources.mixture import Mixture, TaskMixture
@@ -132,3 +133,12 @@ def report(folder: Path) -> None:
     counts = [pq.read_metadata(io.BytesIO(file.read_bytes())).num_rows for file in files]
     shards = [{"file": f.name, "rows": n, "bytes": f.stat().st_size} for f, n in zip(files, counts, strict=True)]
     (folder / "report.json").write_text(json.dumps({"shards": shards}))
+
+
+def write_shards(folder: Path) -> Path:
+    """Three files of 5, 7 and 4 rows, in groups of 3."""
+    source, first = ToySource("toy", None, codec_of(MODELS["codec2"])), 0
+    for number, count in enumerate((5, 7, 4)):
+        write_rows(folder / f"rows-{number:05d}.parquet", map(source.row, range(first, first + count)), 3)
+        first += count
+    return folder

@@ -9,27 +9,20 @@ import pytest
 
 from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
-from tests.train.data.toys import MODELS, TASKS, ToySource, codec_of, maker_of
+from tests.train.data.toys import MODELS, TASKS, maker_of, write_shards
 from train.data.batching.loader import StepLoader
 from train.data.batching.packer import Pipeline
 from train.data.config import PackingConfig
-from train.data.rows.parquet import StoredRows, write_rows
+from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Row
 from train.data.sources.mixture import Mixture, TaskMixture
 
 MODEL = MODELS["codec2"]
-GROUP = 3
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards of 5, 7 and 4 rows in groups of 3."""
-    folder, first = tmp_path_factory.mktemp("rows"), 0
-    source = ToySource("toy", None, codec_of(MODEL))
-    for number, count in enumerate((5, 7, 4)):
-        write_rows(folder / f"rows-{number:05d}.parquet", map(source.row, range(first, first + count)), GROUP)
-        first += count
-    return folder
+    return write_shards(tmp_path_factory.mktemp("rows"))
 
 
 class Unread(StoredRows):

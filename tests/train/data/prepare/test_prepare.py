@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 
 from omni.codec.registry import load_codec
 from omni.errors import UserError
-from omni.files import locked
 from tests.processes import Program
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
 from train.data.prepare import rows as blocks
@@ -301,20 +299,6 @@ def _interrupted_at(item: int, make):
         return make(self, items)
 
     return until
-
-
-def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
-    child = os.fork()
-    if not child:
-        held = locked(tmp_path)
-        held.__enter__()
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert json.loads((tmp_path / ".lock").read_text())["pid"] == child
-    with locked(tmp_path):
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(UserError, match=f"process {os.getpid()} on"), locked(tmp_path):
-            pass
 
 
 @pytest.mark.long
