@@ -56,26 +56,20 @@ if TYPE_CHECKING:
 
 
 PARTS = frozenset({"question_audio", "answer_audio", "answer_codes", "words"})
+REST = "rest"
+"""Stands for the columns that are no part's."""
 
 
-@dataclass(frozen=True)
-class LeafColumns:
-    """Columns to read: those of some parts, and the rest of the row or not."""
-
-    parts: frozenset[str] = PARTS
-    rest: bool = True
-
-    def paths(self, metadata: pq.FileMetaData) -> list[str]:
-        """Paths of these leaf columns in a file, such as `turns.list.element.answer_audio.bytes`. Other columns than those of
-        rows are left out. What lists call their elements differs between writers."""
-        out = []
-        for number in range(metadata.num_columns):
-            path = metadata.schema.column(number).path
-            first, *inner = path.split(".")
-            part = next((name for name in inner if name in PARTS), None)
-            if first in row_schema().names and (self.rest if part is None else part in self.parts):
-                out.append(path)
-        return out
+def leaf_paths(metadata: pq.FileMetaData, parts: frozenset[str]) -> list[str]:
+    """Paths of the leaf columns of these parts in a file, such as `turns.list.element.answer_audio.bytes`. Other columns than
+    those of rows are left out. What lists call their elements differs between writers."""
+    out = []
+    for number in range(metadata.num_columns):
+        path = metadata.schema.column(number).path
+        first, *inner = path.split(".")
+        if first in row_schema().names and next((name for name in inner if name in PARTS), REST) in parts:
+            out.append(path)
+    return out
 
 
 @dataclass(frozen=True)
@@ -92,18 +86,18 @@ class Needed:
     heard_only: bool = False
 
     @cached_property
-    def first(self) -> LeafColumns:
-        """The columns that are read of every row."""
-        return LeafColumns(self._parts(self.tasks))
+    def first(self) -> frozenset[str]:
+        """The parts that are read of every row."""
+        return self._parts(self.tasks) | {REST}
 
-    def next(self, plain: Mapping[str, Any]) -> LeafColumns | None:
-        """The columns still to be read of a row whose first columns are `plain`; None where there are none."""
-        wanted = self._parts([plain["task"]]) if plain["task"] else self.first.parts
+    def next(self, plain: Mapping[str, Any]) -> frozenset[str]:
+        """The parts still to be read of a row whose first parts are `plain`."""
+        wanted = self._parts([plain["task"]]) if plain["task"] else self.first - {REST}
         turns = plain["turns"] or ()
         lacking = frozenset(part for part in wanted if not all(part in turn for turn in turns))
         if not lacking and "answer_codes" in wanted and not all(has_codes(turn["answer_codes"]) for turn in turns):
             lacking = frozenset({"answer_audio"} - {name for turn in turns for name in turn})
-        return LeafColumns(lacking, rest=False) if lacking else None
+        return lacking
 
     def _parts(self, names: Iterable[str]) -> frozenset[str]:
         tasks = [TASKS[name] for name in names if name in TASKS]  # an unknown one is refused where the example is made
@@ -163,10 +157,10 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
 
 
 class KeptGroup(NamedTuple):
-    """Columns of a row group: the number of its file, which columns, its first row in the file, and the table."""
+    """Columns of a row group: the number of its file, of which parts, its first row in the file, and the table."""
 
     file: int
-    leaves: LeafColumns
+    parts: frozenset[str]
     first: int
     table: pa.Table
 
@@ -188,12 +182,12 @@ class OpenFile:
         self.chunks = metadata.num_row_groups * metadata.num_columns
         self.ends = list(itertools.accumulate(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)))
 
-    def read(self, row: int, leaves: LeafColumns) -> tuple[int, pa.Table]:
+    def read(self, row: int, parts: frozenset[str]) -> tuple[int, pa.Table]:
         """Decode the selected columns of a row's group: its first row, and the table; UserError where they cannot be read."""
         group = bisect.bisect_right(self.ends, row)
         first = self.ends[group - 1] if group else 0
         with readable(self.file, f"(rows {first} to {self.ends[group] - 1}) cannot be read"):
-            paths = leaves.paths(self.parquet.metadata)
+            paths = leaf_paths(self.parquet.metadata, parts)
             return first, self.parquet.read_row_group(group, columns=paths, use_threads=False)
 
 
@@ -327,23 +321,23 @@ class StoredRows:
             return self._copied[index]
         number, row = self.locate(index)
         if self.needed is None:
-            return self._columns(number, row, LeafColumns(), kept)
+            return self._columns(number, row, PARTS | {REST}, kept)
         plain = self._columns(number, row, self.needed.first, kept)
         turns = plain["turns"] or ()
-        while leaves := self.needed.next(plain):
-            for turn, more in zip(turns, self._columns(number, row, leaves, kept)["turns"], strict=True):
+        while parts := self.needed.next(plain):
+            for turn, more in zip(turns, self._columns(number, row, parts, kept)["turns"], strict=True):
                 turn.update(more)
         for turn in turns:
             turn.update({part: None for part in PARTS if part not in turn})
         return plain
 
-    def _columns(self, number: int, row: int, leaves: LeafColumns, kept: list[KeptGroup]) -> dict[str, Any]:
+    def _columns(self, number: int, row: int, parts: frozenset[str], kept: list[KeptGroup]) -> dict[str, Any]:
         """Columns of a row in file `number`, of its group; a file is opened only for groups that are not kept."""
         for group in kept:
-            if group.file == number and 0 <= row - group.first < len(group.table) and group.leaves == leaves:
+            if group.file == number and 0 <= row - group.first < len(group.table) and group.parts == parts:
                 break
         else:
-            group = KeptGroup(number, leaves, *self._open(number).read(row, leaves))
+            group = KeptGroup(number, parts, *self._open(number).read(row, parts))
             kept.append(group)
         return group.table.slice(row - group.first, 1).to_pylist()[0]
 

@@ -19,7 +19,7 @@ from train.data.batching.packer import Pipeline, merge
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows import files, parquet
-from train.data.rows.parquet import LeafColumns, Needed, StoredRows, write_rows
+from train.data.rows.parquet import Needed, StoredRows, leaf_paths, write_rows
 from train.data.rows.row import Row, RowTurn
 from train.data.sources.mixture import Draw, Mixture, TaskMixture
 
@@ -81,8 +81,8 @@ def test_a_group_is_opened_once_an_epoch(folder: Path, packers: int, monkeypatch
     opened: Counter[str] = Counter()
     read = parquet.OpenFile.read
 
-    def counted(file: parquet.OpenFile, row: int, leaves: LeafColumns) -> Any:
-        first, table = read(file, row, leaves)
+    def counted(file: parquet.OpenFile, row: int, parts: frozenset[str]) -> Any:
+        first, table = read(file, row, parts)
         opened[str(table.column("turns")[0])] += 1
         return first, table
 
@@ -116,7 +116,7 @@ def test_bytes_that_are_read_are_those_that_are_used(folder: Path, tasks: set[st
     mix, used = mixture(folder, needed=needed), 0
     for file in folder.glob("*.parquet"):
         metadata = pq.read_metadata(file)
-        paths = needed.first.paths(metadata)
+        paths = leaf_paths(metadata, needed.first)
         columns = [metadata.row_group(g).column(c) for g in range(metadata.num_row_groups) for c in range(metadata.num_columns)]
         used += sum(column.total_compressed_size for column in columns if column.path_in_schema in paths)
     for number in mix.windows[0].starts[:-1]:
