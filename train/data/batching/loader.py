@@ -92,10 +92,7 @@ class StepLoader:
     ) -> None:
         mine = list(range(micro_batches) if shards is None else shards)
         stored = dict(states or {})
-        parts = {int(state["packer_parts"]) for state in stored.values()} or {max(1, workers)}
-        if len(parts) > 1:
-            raise UserError(f"the data's state mixes runs with {sorted(parts)} data workers; resume from one checkpoint")
-        self.parts = parts.pop()
+        self.parts = next((int(state["packer_parts"]) for state in stored.values()), max(1, workers))
         self.step = start_step
         self.states: States = {key: state for key, state in stored.items() if state["packer_shard"] in mine}
         self.workers = math.gcd(workers, self.parts) if workers else 0
