@@ -239,8 +239,8 @@ def test_data_prepare_reads_webdataset_shards_as_it_reads_a_table(data: dict[str
 def test_batches_of_a_bucket_are_those_of_the_folder(bucket: Any, data: dict[str, Path]) -> None:
     """Requests fail now and then; a folder in the bucket is listed once."""
     address = bucket.put_all(data["tar"], "shards/of")
-    bucket.server.errors, bucket.server.cuts = 0.05, 0.05
     pipes = [pipeline(path, "tar") for path in (f"{address}/s-*.tar", data["tar"])]
+    bucket.server.errors, bucket.server.cuts = 0.05, 0.05
     for pipe in pipes:
         pipe.names = ["stream"]
     there, here = (take(StepLoader(pipe, 1), 2) for pipe in pipes)
