@@ -42,7 +42,7 @@ from train.data.batching.packer import Pipeline
 from train.data.config import WINDOW, PackingConfig
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
-from train.data.rows.parquet import Needed, StoredRows, write_rows
+from train.data.rows.parquet import Needed, StoredRows, leaf_paths, write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.sources.mixture import Mixture, TaskMixture
 
@@ -188,7 +188,7 @@ def _first_and_rate(opened: Callable[..., StepLoader], steps: int) -> tuple[floa
 def _in_order(loader: StepLoader, data: Path, batches: int) -> dict[str, float]:
     """Rows a minute, and the bytes that are read over those of the columns that examples need, where the system counts them."""
     file = pq.read_metadata(next(data.glob("*.parquet")))
-    needed, groups = set(NEEDED.first.paths(file)), [file.row_group(number) for number in range(file.num_row_groups)]
+    needed, groups = set(leaf_paths(file, NEEDED.first)), [file.row_group(number) for number in range(file.num_row_groups)]
     chunks = (group.column(number) for group in groups for number in range(group.num_columns))
     used = sum(chunk.total_compressed_size for chunk in chunks if chunk.path_in_schema in needed) / file.num_rows
     next(loader)
