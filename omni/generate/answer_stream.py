@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,17 +23,16 @@ if TYPE_CHECKING:
 
 
 def joined(events: Iterable[Event]) -> tuple[str, Tensor, Ended]:
-    """Text and sound [S] of all events of an answer, and its end."""
+    """Text and sound [S] of the events of an answer up to its end, and the end."""
     text, sound = [], [torch.zeros(0)]
-    ended = Ended("cancelled", Timings())
     for event in events:
         if isinstance(event, TextDelta):
             text.append(event.text)
         elif isinstance(event, AudioChunk):
             sound.append(event.samples)
-        elif isinstance(event, Ended):
-            ended = event
-    return "".join(text), torch.cat(sound), ended
+        else:
+            return "".join(text), torch.cat(sound), event
+    return "".join(text), torch.cat(sound), Ended("cancelled", Timings())
 
 
 class DeliveredPart(NamedTuple):
@@ -65,16 +64,18 @@ class AnswerStream:
     Args:
         session: an `omni.generate.session.Session`.
         question: as for `Session.ask`.
+        ends_session: end the session with the answer.
 
     Attributes:
         running: the answer, None before its question was read.
     """
 
-    def __init__(self, session: Any, question: Any, task: Task | str, sample_rate: int, seed: int | None) -> None:
+    def __init__(
+        self, session: Any, question: Any, task: Task | str, sample_rate: int, seed: int | None, ends_session: bool = False
+    ) -> None:
         self._session, self._question, self._task = session, question, task
-        self._rate, self._seed = sample_rate, seed
+        self._rate, self._seed, self._ends_session = sample_rate, seed, ends_session
         self.running: Listener | None = None
-        self._plain: Iterator[Event] | None = None
         self._begun = False
         self._incoming: Listening | None = None
         self._bell: _Bell | None = None
@@ -82,12 +83,13 @@ class AnswerStream:
         self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
         self._reader: asyncio.Task[Any] | None = None
         if not _in_loop():
-            self._plain = self._ask()
+            self._ask()
 
     # --- a plain iterator ---------------------------------------------------------------------------------------------
 
-    def _ask(self) -> Iterator[Event]:
+    def _ask(self) -> None:
         """Read the question and give it to the engine."""
+        self._begun = True
         try:
             if self._is_coming:
                 listening = self._listen()
@@ -96,26 +98,29 @@ class AnswerStream:
                 finally:
                     self._session.end_reading(listening)
                 self._question = listening
-            running = self._read()
-            self._session.begin(running)
+            self._session.begin(self._read())
         except Withdrawn:
-            return iter([Ended("cancelled", Timings())])
+            self.running = None
         except BaseException:
             self.close()
             raise
-        events: Iterator[Event] = self._session.events_of(running)
-        return events
 
     def __iter__(self) -> AnswerStream:
-        if self._plain is None and not self._over:
-            self._plain = self._ask()
+        if not (self._begun or self._over):
+            self._ask()
         return self
 
     def __next__(self) -> Event:
-        events = None if self._over else iter(self)._plain
-        if events is None:
+        if iter(self)._over:
             raise StopIteration
-        return next(events)
+        try:
+            event = Ended("cancelled", Timings()) if self.running is None else self._session.take(self.running)
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(event, Ended):
+            self.close()
+        return event
 
     def answer(self) -> Answer:
         """Wait for the whole answer, of which no event was taken; `Answer.error` says so where it broke."""
@@ -135,7 +140,7 @@ class AnswerStream:
         self._busy = True
         try:
             self._watch()
-            if not self._begun:
+            if self._bell is None:
                 try:
                     await self._begin()
                 except Withdrawn:
@@ -177,7 +182,7 @@ class AnswerStream:
             last = self._session._last
             if last is not None and last.reader == TASK:  # of a task that was perhaps cancelled just now
                 await asyncio.sleep(0)
-        self._bell = _Bell(asyncio.get_running_loop())
+        self._begun, self._bell = True, _Bell(asyncio.get_running_loop())
         if self.running is not None:  # asked before the loop ran
             self._attend(self.running)
             return
@@ -191,7 +196,6 @@ class AnswerStream:
         """Have its events wake the task that waits for them."""
         assert self._bell is not None
         running.wake = self._bell.of(running, self._session.let_go)
-        self._begun = True
 
     async def _take(self) -> None:
         """Listen to a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
@@ -261,6 +265,8 @@ class AnswerStream:
             self._withdraw(self._incoming)
         if running is not None:
             self._session.let_go(running)
+        if self._ends_session:
+            self._session.abandon()
 
 
 def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]], None]:

@@ -4,7 +4,7 @@ answer one question in a session of its own.
 A session says what it wants to its engine in messages (`omni.engine.conversation`), through a link
 (`omni.engine.listener`), and takes the events of one answer at a time.
 
-read: check, listen --> lay_out --> begin --> events_of: take, take, ... --> settle: the taken part is in the history
+read: check, listen --> lay_out --> begin --> take, take, ... --> settle: the taken part is in the history
                          cancel, let_go: end it before
 """
 
@@ -278,18 +278,16 @@ class Session:
             logprobs=part.logprobs,
         )
 
-    def events_of(self, answer: Listener) -> Iterator[Event]:
-        """The events of an answer that was begun; closing the iterator cancels it."""
+    def take(self, answer: Listener) -> Event:
+        """The next event of an answer that was begun; with its end, or where none comes, it is settled."""
+        event = None
         try:
-            while True:
-                event = answer.take()
-                if isinstance(event, Ended):
-                    break
-                yield event
+            event = answer.take()
+            return event
         finally:
-            with self._lock:
-                self._settle(answer)
-        yield event
+            if event is None or isinstance(event, Ended):
+                with self._lock:
+                    self._settle(answer)
 
     def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
         """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
@@ -400,6 +398,11 @@ class Session:
                     self._settle(self._last)
                 self._link.request("close", self._number)
 
+    def abandon(self) -> None:
+        """End the session without waiting for anybody; nothing of it can be read any more."""
+        self._closed = True
+        self._dropped()
+
     def __enter__(self) -> Self:
         return self
 
@@ -490,11 +493,10 @@ class Sessions:
         """
         session = self._session_of(options, options.pop("context", None), None, "read", "wait")
         try:
-            events = iter(session.ask(question, task, sample_rate=sample_rate))
+            return iter(AnswerStream(session, question, task, sample_rate, None, ends_session=True))
         except BaseException:
             session.close()
             raise
-        return _closing(session, events)
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -526,19 +528,6 @@ class Sessions:
 
     def _answer_all(self, questions: list[Any], task: Any, **options: Any) -> list[Answer]:
         raise UserError("an engine in another process answers one question a call; ask several in sessions of their own")
-
-
-def _closing(session: Session, events: Iterator[Event]) -> Iterator[Event]:
-    """Passes events on and closes the session when they end, even if none of them is ever taken."""
-
-    def run() -> Iterator[Any]:
-        with session:
-            yield None  # taken at once: from now on, closing or dropping the iterator ends the session
-            yield from events
-
-    running = run()
-    next(running)
-    return running
 
 
 _OPEN: weakref.WeakSet[Session] = weakref.WeakSet()

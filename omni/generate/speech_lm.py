@@ -383,7 +383,7 @@ def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, L
             ended.clear()
             for number, (session, answer) in list(under.items()):
                 if answer.ended:
-                    answers[number] = session.whole(session.events_of(answer), answer)
+                    answers[number] = session.whole(iter(partial(session.take, answer), None), answer)
                     session.close()
                     del under[number]
     finally:
