@@ -36,11 +36,11 @@ from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
 from omni.engine.listener import Link, Listener
+from omni.engine.sound import SoundDecoder
 from omni.engine.wire import (
     CodedSound,
     EngineLost,
     Item,
-    SoundDecoder,
     cannot_decode,
     pack_request,
     unpack,
@@ -144,22 +144,19 @@ class PipeLink(Link):
 
     # --- what clients ask ---------------------------------------------------------------------------------------------
 
-    def check(self, session: int) -> None:
-        self._check()
-
-    def _check(self) -> None:
+    def check(self, session: int = 0) -> None:
         if self.lost is not None:
             raise EngineLost(*self.lost.args)
 
     def request(self, name: str, *args: Any) -> Any:
         """See `Link`; within a `send` of this thread nothing is waited for."""
-        self._check()
+        self.check()
         number, reply = next(self._requests), Future[Any]()
         message = pack_request(f"what {name!r} was given", (name, number, *args))
         if self._sender.here:
             return self.tell(name, *args)
         with self._changed:
-            self._check()
+            self.check()
             self._replies[number] = reply
         self._sender.send(message)
         try:

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Container, Hashable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.errors import BusyError, RoomError, UserError
-
-K = TypeVar("K", bound=Hashable)
 
 LARGEST = 1 << 28
 """Bytes of the largest message that a client may send."""
@@ -105,45 +102,3 @@ def is_portable(codec: AudioCodec) -> bool:
 def cannot_decode(codec: AudioCodec, error: Exception) -> str:
     """Error text of an answer whose codes the codec refuses."""
     return f"codec {codec.name} cannot decode the answer ({error}); generate([...], sound=False) gives its codes"
-
-
-class SoundDecoder(Generic[K]):
-    """Decodes the sound of answers, which have keys, all that come at a time in one call; belongs to one thread."""
-
-    def __init__(self, codec: AudioCodec) -> None:
-        self.codec, self._batch = codec, codec.batch()
-        self._streams: dict[K, int] = {}  # of the batch
-
-    def push(self, frames: Mapping[K, list[list[int]]]) -> dict[K, Tensor | Exception]:
-        """The next samples [S] of each answer, or why it cannot be decoded. `frames`: the next ones, A codes each."""
-        sounds: dict[K, Tensor | Exception] = {}
-        for count in {len(own) for own in frames.values()}:
-            able = []
-            for key in [key for key, own in frames.items() if len(own) == count]:
-                try:
-                    if key not in self._streams:
-                        self._streams[key] = self._batch.open()
-                    able.append(key)
-                except Exception as error:
-                    sounds[key] = error
-            codes = torch.from_numpy(np.array([frames[key] for key in able])).transpose(1, 2)  # [N, A, f]
-            try:
-                sounds |= zip(able, self._batch.push([self._streams[key] for key in able], codes), strict=True) if able else ()
-            except Exception as error:  # of the call as a whole: the thread goes on for others
-                sounds |= dict.fromkeys(able, error)
-        return sounds
-
-    def finish(self, key: K) -> Tensor | Exception:
-        """The last samples [S] of an answer."""
-        return self._batch.finish([self._streams[key]])[0] if key in self._streams else torch.zeros(0)
-
-    def close(self, key: K) -> None:
-        """Drop an answer's stream, where it has one."""
-        stream = self._streams.pop(key, None)
-        if stream is not None:
-            self._batch.close(stream)
-
-    def keep(self, wanted: Container[K]) -> None:
-        """Drop the streams of other answers."""
-        for key in [key for key in self._streams if key not in wanted]:
-            self.close(key)

@@ -18,12 +18,10 @@ Dimensions: S samples, T encoder frames, N features, W width.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,21 +37,12 @@ from omni.generate.question import (
     longest,
     new_sound,
     take_all,
-    take_all_async,
 )
 from omni.generate.turn_end import TurnFrames, TurnListener
 from omni.lora.attach import active_edits, changes
 from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_task
-
-LOG = logging.getLogger(__name__)
-
-
-@lru_cache(maxsize=32)
-def _tell_whole(encoder: str) -> None:
-    """Say once that an encoder gains nothing by listening."""
-    LOG.info("this encoder (%s) hears whole questions only: what is listened to is encoded when it has ended", encoder)
 
 
 class Listening:
@@ -82,8 +71,6 @@ class Listening:
         self._asked: Asked | None = None
         self._dropped = False
         encoder = self._config.encoder
-        if encoder.chunk_samples is None:
-            _tell_whole(encoder.kind)
         heard = turn and self._config.turn and encoder.chunk_samples is not None
         self.turn = TurnFrames(encoder.frames_per_second) if heard else None
         self._ahead: SoundPieces | None = None  # behind what was peeked at
@@ -154,7 +141,13 @@ class Listening:
 
     async def take_async(self, pieces: AsyncIterable[Any]) -> None:
         """`take` of an asynchronous iterator."""
-        await take_all_async(pieces, self.push)
+        iterator = aiter(pieces)
+        try:
+            async for piece in iterator:
+                self.push(piece)
+        finally:
+            if hasattr(iterator, "aclose"):
+                await iterator.aclose()
         self._incoming.check()
 
     def so_far(self) -> AudioSoFar:

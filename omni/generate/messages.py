@@ -122,37 +122,30 @@ def read_history(history: History | None, model: SpeechModel, tokenizer: Tokeniz
     return Past(tuple(turns), len(turns))
 
 
-def _message(message: Any, number: int) -> Message:
-    """Reads one message, its sound in any form; UserError where it is no message, or has no content."""
+def _message(message: Message | Mapping[str, Any], number: int) -> Message:
+    """Reads one message, its sound in any form; UserError where it has no content, or several sounds."""
     if isinstance(message, Message):
         return message
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UserError(
-            f"history: message {number} is {repr(message)[:60]}; give {{'role': 'user', 'content': ...}}, or what "
-            "session.history has"
-        )
-    content = message.get("content")
-    text, sound = (content, None) if isinstance(content, str) else (None, content)
-    if isinstance(content, (list, tuple)) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
-        text, sound = _parts(content, number)
-    if text is None and sound is None:
-        raise UserError(f"history: message {number} has no content; give a text or sound")
-    return Message(message["role"], text, audio=sound)
-
-
-def _parts(parts: Sequence[Mapping[str, Any]], number: int) -> tuple[str | None, Any]:
-    """Text and sound of a `content` that is a list of parts."""
     texts: list[str] = []
     sounds: list[Any] = []
-    for part in parts:
-        form = part["type"]
-        value = next((part[key] for key in (form, "audio", "path", "text") if part.get(key) is not None), None)
-        if form not in ("text", "audio") or value is None:
-            raise UserError(f"history: message {number} has a part of type {form!r} that is no text and no audio; leave it out")
-        (texts if form == "text" else sounds).append(value)
+    content = message.get("content")
+    if isinstance(content, str):
+        texts.append(content)
+    elif isinstance(content, (list, tuple)) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
+        for part in content:
+            form = part["type"]
+            value = next((part[key] for key in (form, "audio", "path", "text") if part.get(key) is not None), None)
+            if form not in ("text", "audio") or value is None:
+                problem = f"has a part of type {form!r} that is no text and no audio; leave it out"
+                raise UserError(f"history: message {number} {problem}")
+            (texts if form == "text" else sounds).append(value)
+    elif content is not None:
+        sounds.append(content)
+    if not (texts or sounds):
+        raise UserError(f"history: message {number} has no content; give a text or sound")
     if len(sounds) > 1:
         raise UserError(f"history: message {number} has {len(sounds)} sounds; join them into one")
-    return ("".join(map(str, texts)) if texts else None), (sounds[0] if sounds else None)
+    return Message(message["role"], "".join(map(str, texts)) if texts else None, audio=sounds[0] if sounds else None)
 
 
 def _turn(

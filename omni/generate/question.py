@@ -125,18 +125,6 @@ def take_all(pieces: Iterator[Any], take: Callable[[Any], object]) -> None:
         getattr(pieces, "close", lambda: None)()
 
 
-async def take_all_async(pieces: AsyncIterable[Any], take: Callable[[Any], object]) -> None:
-    """`take_all` of an asynchronous iterator."""
-    iterator = aiter(pieces)
-    try:
-        async for piece in iterator:
-            take(piece)
-    finally:
-        close = getattr(iterator, "aclose", None)
-        if close is not None:
-            await close()
-
-
 def _form(array: np.ndarray) -> str:
     """Type and channels of samples, in words."""
     dtype = "floating-point numbers" if array.dtype.kind == "f" else str(array.dtype)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from omni.engine.process import EngineProcess, _with_sound
-from omni.engine.wire import CodedSound, SoundDecoder
+from omni.engine.sound import SoundDecoder
+from omni.engine.wire import CodedSound
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.engine.test_process import LONG, play, told

@@ -21,7 +21,6 @@ from omni.engine.batch import Slots
 from omni.engine.engine import Engine
 from omni.engine.stepping import Requests
 from omni.errors import SoundWarning, UserError
-from omni.generate import listening
 from omni.generate.results import Ended
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
@@ -306,15 +305,11 @@ def test_features_that_are_not_finite_end_one_answer(lm: SpeechLM) -> None:
 
 def test_a_model_without_a_streaming_encoder_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = make_lm(LAYOUTS["pad"])
-    told: list[str] = []
-    monkeypatch.setattr(listening.LOG, "info", lambda text, *values: told.append(text % values))
-    listening._tell_whole.cache_clear()
     monkeypatch.setattr(Requests, "listen", lambda self, listen: pytest.fail("the engine listens"))
     with lm.session(**TALK) as session, lm.session(**TALK) as other:
         for question, task in QUESTIONS:
             same(heard(lm, session, question, task, wait=False), other.ask(question, task).answer())
             same_history(session, other)
-    assert told == ["this encoder (whisper) hears whole questions only: what is listened to is encoded when it has ended"]
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------------
