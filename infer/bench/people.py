@@ -77,7 +77,7 @@ class LiveLoad:
 
     def __init__(self, engine: EngineProcess, workload: Workload, context: int, seed: int = 0) -> None:
         self.engine, self.workload, self.context = engine, workload, context
-        self.random, self.over = random.Random(seed), False
+        self.random = random.Random(seed)
         self.heard: PlayedAudio | None = None
         self._calls = ThreadPoolExecutor(16, "bench-call", torch.set_num_threads, (1,))
         self._people, self._sessions = list[asyncio.Task[None]](), list[Any]()
@@ -107,7 +107,6 @@ class LiveLoad:
 
     async def close(self) -> None:
         """Ends all people, and closes their sessions."""
-        self.over = True
         for person in self._people:
             person.cancel()
         await asyncio.gather(*self._people, return_exceptions=True)
@@ -199,5 +198,6 @@ class AnswerListener:
             load.note("underruns")
 
     def _tell(self, *events: asyncio.Event) -> None:
-        for event in events if not self._load.over else ():
-            self._loop.call_soon_threadsafe(event.set)
+        with suppress(RuntimeError):  # the loop was closed
+            for event in events:
+                self._loop.call_soon_threadsafe(event.set)
