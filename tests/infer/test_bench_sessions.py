@@ -154,7 +154,6 @@ def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.
     load = SimpleNamespace(
         workload=manner(), heard=None, random=random.Random(0), note=lambda what, *value: noted.append((what, *value))
     )
-    load.over = False
     answer = SimpleNamespace(changed=threading.RLock(), wake=None, poll=lambda: events.pop(0) if events else None)
     session, loop = SimpleNamespace(read=lambda *_: answer, begin=lambda _: None), SimpleNamespace()
     loop.call_soon_threadsafe = lambda set_: set_()
