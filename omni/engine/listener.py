@@ -107,6 +107,7 @@ class Listener:
         self._events: deque[Event] = deque()
         self._failure: BaseException | None = None
         self._ended: Ended | None = None
+        self._known = Timings()  # by its events, for an end that the engine does not bring
         self._awaited: tuple[str, ...] = ()  # reasons of the end that `stop` brings
 
     @property
@@ -129,10 +130,17 @@ class Listener:
                 assert not isinstance(event, CodedSound)  # it was decoded on its way
                 if not self.cancelled:
                     self._events.append(event)
+                    self._note(event)
             elif not self.cancelled or event.reason in self._awaited:
                 self.end(event)
             if notify:
                 self.notify()
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, TextDelta) and self._known.first_text is None:
+            self._known = replace(self._known, first_text=self.clock.seconds)
+        elif isinstance(event, AudioChunk) and self._known.first_audio is None:
+            self._known = replace(self._known, first_audio=self.clock.seconds)
 
     def decoded(self, start: float, now: float) -> None:
         """Note that the chunk at `start` was decoded in this process at the time `now`."""
@@ -155,8 +163,9 @@ class Listener:
         """Give the listener an end, where it has none."""
         with self.changed:
             if self._ended is None:
-                here = Timings(total=self.clock.seconds)  # for an end that the engine does not bring
-                self._ended = replace(ended, timings=here) if ended.timings == Timings() else ended
+                if ended.timings == Timings():
+                    ended = replace(ended, timings=replace(self._known, total=self.clock.seconds))
+                self._ended = ended
                 self.notify()
 
     def where(self) -> None:

@@ -19,7 +19,7 @@ from omni.engine import prefill_ahead
 from omni.engine.answer import Seat
 from omni.engine.engine import Engine
 from omni.engine.prefill_ahead import HOLD, LEAST, columns_in, plan
-from omni.engine.stepping import SteppingThread
+from omni.engine.stepping import Requests, SteppingThread
 from omni.errors import UserError
 from omni.generate.history import Exchange, common_prefix, fit, forgotten, lay_out
 from omni.generate.prefill import pack, prefill
@@ -186,7 +186,7 @@ def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> Non
 @pytest.mark.long
 def test_a_loop_of_asyncio_feeds_ahead_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, ahead = make_lm(LAYOUTS["pad"]), list[int]()
-    monkeypatch.setattr(Engine, "refill", lambda engine, refill: ahead.append(len(refill.keys)))
+    monkeypatch.setattr(Requests, "refill", lambda requests, refill: ahead.append(len(refill.keys)))
 
     async def run() -> None:
         async with lm.session(**TALK) as session:

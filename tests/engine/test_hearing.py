@@ -57,15 +57,3 @@ def test_one_at_a_time(lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.Mo
     with lm.engine._encoding, lm.session(sampling=GREEDY, max_seconds=0.3) as session:
         session.ask(tone(0.3)).answer()
     assert heard_by == ["omni-engine"]
-
-
-def test_features_that_are_not_finite_end_one_answer(
-    lm: SpeechLM, heard_by: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "cores", lambda: 64)
-    with lm.session(sampling=GREEDY, max_seconds=0.3) as session:
-        with monkeypatch.context() as broken:
-            broken.setattr(intake, "is_finite", lambda features: features is None)
-            answer = session.ask(tone(0.3)).answer()
-        assert answer.ended == "error" and "not finite" in str(answer.error) and session.history == []
-        assert session.ask(tone(0.3)).answer().ended != "error"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import tone
-from tests.generate.session_toys import ASKED, TALKATIVE, answered
+from tests.generate.session_toys import ASKED, TALKATIVE
 from tests.generate.test_answer_stream import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
 
 ROOT = Path(__file__).parents[2]
@@ -128,31 +127,6 @@ def test_what_a_task_took_is_remembered(lm: SpeechLM, engine: EngineProcess, lea
         wanted = heard(session)
     with engine.session(**options) as remote:
         assert leave(remote) == wanted
-
-
-@pytest.mark.long
-def test_sessions_of_one_loop_are_answered_as_those_of_threads(lm: SpeechLM, engine: EngineProcess) -> None:
-    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 0.6}
-
-    async def coming() -> AsyncIterator[torch.Tensor]:
-        for piece in tone(0.3).split(777):
-            await asyncio.sleep(0)
-            yield piece
-
-    async def one(seed: int) -> list[Any]:
-        async with engine.session(seed=seed, **options) as session:
-            first = [e async for e in session.ask(*ASKED[seed])]
-            answer = await answered(session, coming())
-            return [said(first), answer.text, answer.codes.tolist(), len(session.turns)]  # type: ignore[union-attr]
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(one(seed) for seed in range(3)))
-
-    for seed, found in enumerate(asyncio.run(all_of_them())):
-        with lm.session(seed=seed, **options) as session:
-            first = list(session.ask(*ASKED[seed]))
-            answer = session.ask(tone(0.3)).answer()
-            assert found == [said(first), answer.text, answer.codes.tolist(), 2]  # type: ignore[union-attr]
 
 
 @pytest.mark.long

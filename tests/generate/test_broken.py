@@ -292,6 +292,3 @@ def test_text_that_a_broken_row_writes_for_another_breaks_it_too() -> None:
         patch.setattr(decoder, "text_logits", lambda hidden: text_logits(hidden) * NAN)
         answer = session.ask("hello", "T1A2").answer()
     assert broke(answer) and answer.tokens == ()
-
-
-# --- sound --------------------------------------------------------------------------------------------------------------

@@ -17,11 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.engine.batch import Slots
 from omni.engine.engine import Engine
 from omni.engine.stepping import Requests
 from omni.errors import SoundWarning, UserError
-from omni.generate.results import Ended
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.listening_toys import (
@@ -354,29 +352,6 @@ def test_slots_are_taken_where_they_are_idle_and_nobody_waits(monkeypatch: pytes
                 wanted = alone.ask(question).answer()
             same(found, wanted)
     lm.engine.close()
-
-
-def test_a_cache_does_not_grow_while_somebody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = listener()
-    grown: list[int] = []
-    grow = Slots.grow
-    monkeypatch.setattr(Slots, "grow", lambda self, number: (grown.append(number), grow(self, number))[1])
-    with lm.session(**TALK | {"max_seconds": 60.0, "max_tokens": 10**4, "pace": "read"}) as one, lm.session(**TALK) as two:
-        events = one.ask(sound(0.3))
-        next(events)
-        before = len(grown)
-        listening = two.listen()
-        listening.push(sound(1.0))
-        while inside(two)._hears.due:
-            next(events)
-        for _ in range(20):
-            next(events)
-        if inside(two)._seat is not None and inside(two)._seat.slot is None:
-            assert len(grown) == before
-        one.cancel()
-        assert isinstance(list(events)[-1], Ended)
-        with lm.session(**TALK) as alone:
-            same(two.ask(listening).answer(), alone.ask(sound(1.0)).answer())
 
 
 def test_history_of_a_heard_question_is_saved(lm: SpeechLM, tmp_path: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from omni.engine import conversation as session_module
-from omni.errors import UserError
 from omni.generate.prefill import Prefill
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
 from omni.generate.runner import Runner
@@ -268,30 +267,6 @@ def test_a_prefill_that_fails_is_known_to_have_written_over_slots(
         assert begun[-1][1] == 0
 
 
-@pytest.mark.long
-def test_cancel_from_another_thread(layout: Layout, begun: list[tuple[Tensor, int]]) -> None:
-    lm = make_lm(layout, context=2000)
-    session = lm.session(max_seconds=70.0)
-    heard, stop = threading.Event(), threading.Event()
-    events: list[Event] = []
-
-    def listen() -> None:
-        for event in session.ask("go on", "T1A2"):
-            events.append(event)
-            if len(events) == 5:
-                heard.set()
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    heard.wait(30)
-    stop.set()
-    session.cancel()
-    thread.join(30)
-    ended = events[-1]
-    assert isinstance(ended, Ended) and ended.reason == "cancelled" and ended.timings.steps < 1000
-    ask(lm, session, begun, 1)
-
-
 def said_by(events: Iterator[Event]) -> list[Any]:
     """What can be compared of events."""
     return [e.text if isinstance(e, TextDelta) else e.samples.tolist() for e in events if not isinstance(e, Ended)]
@@ -303,16 +278,6 @@ def held(session: Session, turn: int, count: int = 3) -> Iterator[Event]:
     for _ in range(count):
         next(events)
     return events
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("assist", [False, True])
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_an_iterator_that_outlives_its_session_ends(chatty: SpeechLM, assist: bool, count: int) -> None:
-    with chatty.session(sampling=TALKATIVE, seed=11, max_seconds=1.0, text_assist=assist) as session:
-        events = held(session, 1, count)
-    (last,) = list(events)
-    assert isinstance(last, Ended) and last.reason == "cancelled"
 
 
 @pytest.mark.sampled(1)
@@ -372,16 +337,3 @@ def test_a_cancel_while_the_next_question_is_laid_out_is_not_lost(layout: Layout
             thread.join(30)
         assert all(a is b for a, b in zip(before, inside(session)._past[:-1], strict=True))
         assert reason(events) == "cancelled"
-
-
-def test_one_answer_at_a_time(lm: SpeechLM) -> None:
-    session = lm.session()
-    events = session.ask("one", "T1T2")
-    next(events)
-    session._last.reader = -1  # type: ignore[union-attr]  # as if another thread were inside
-    with pytest.raises(UserError, match="another thread"):
-        session.ask("two", "T1T2")
-    session._last.reader = 0  # type: ignore[union-attr]
-    session.close()
-    with pytest.raises(UserError, match="closed"):
-        session.ask("three", "T1T2")

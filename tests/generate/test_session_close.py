@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_lm, make_model
 from tests.generate.session_toys import inside
+from tests.generate.test_answer_stream import is_free
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +28,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def lm() -> SpeechLM:
     return make_lm(LAYOUTS["pad"], context=2000)
-
-
-def is_free(lm: SpeechLM) -> bool:
-    """Whether all slots become free."""
-    for _ in range(3000):
-        if lm.engine._batch.slots.free == len(lm.engine._batch.slots.holders):
-            return True
-        time.sleep(0.001)
-    return False
 
 
 def ended(events: list[Event]) -> str:

@@ -24,7 +24,6 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, tone
-from tests.generate.session_toys import inside
 
 QUESTIONS: list[Any] = [tone(0.3), "hello you", tone(0.5, 500.0), "and you over there, who are you?", "x", tone(0.2)]
 TASKS = ["A1A2", "T1A2", "A1T2", "T1A1", "T1T2", "A1T1"]
@@ -159,23 +158,6 @@ def test_options_of_a_session_are_those_of_a_single_question(lm: SpeechLM) -> No
     assert isinstance(last, Ended) and last.reason == "cache" and last.timings.steps == answer.timings.steps
     with pytest.raises(TypeError, match="temprature"):
         lm.generate("hello", "T1A2", temprature=1.0)  # type: ignore[call-arg]
-
-
-@pytest.mark.long
-def test_caches_are_used_again(lm: SpeechLM) -> None:
-    first = lm.generate("one question", "T1A2", max_seconds=0.3)
-    runner = lm.engine.runner
-    other = lm.generate("another one", "T1A2", max_seconds=0.3)
-    again = lm.generate("one question", "T1A2", max_seconds=0.3)
-    assert lm.engine.runner is runner and len(runner.rows) == 1 and first.tokens == again.tokens != other.tokens
-    with lm.session() as one, lm.session() as two, lm.session(context=100) as three:
-        for session in (one, two, three):
-            assert session.ask("one question", "T1A2").answer().tokens[: len(first.tokens)] == first.tokens
-        assert len(lm.engine.runner.rows) == 4 and {
-            inside(one)._seat.slot,
-            inside(two)._seat.slot,
-            inside(three)._seat.slot,
-        } == {0, 1, 2}
 
 
 def test_an_empty_batch_and_no_codec(layout: Layout) -> None:
