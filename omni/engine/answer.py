@@ -205,7 +205,6 @@ class Running:
         live: whether somebody hears it as it comes; `frame_rate` of its sound, 0 without a codec.
         plays: when a live listener's sound began, by `time.perf_counter`, less the time in which it waited.
         coded: its sound goes to another process as codes.
-        lateness: largest number of seconds by which a chunk came after it was due; `underruns`, how often one did.
     """
 
     number: int
@@ -247,8 +246,6 @@ class Running:
     total: float | None = None
     plays: float | None = None
     coded: bool = False
-    lateness: float | None = None
-    underruns: int = 0
     failure: BaseException | None = None
     hungry: Callable[[], None] | None = None
     left: threading.Event = field(default_factory=threading.Event)
@@ -341,10 +338,7 @@ class Running:
             self.plays = now
             return None
         late = now - (self.plays + chunk.start)
-        self.lateness = late if self.lateness is None else max(self.lateness, late)
-        if late > 0:
-            self.underruns += 1
-            self.plays += late
+        self.plays += max(late, 0.0)
         return late
 
     def held(self, now: float, frames: float) -> float:

@@ -158,7 +158,8 @@ class Child(MessageHandler):
         while not self._gone.wait(LOOK):
             if os.getppid() != parent:
                 return  # and nobody reads any more
-            if self._until is not None and (time.monotonic() > self._until or not self._under_way):
+            idle = not any(conversation.under_way for conversation in [*self.conversations.values()])
+            if self._until is not None and (idle or time.monotonic() > self._until):
                 break
         self._until = 0.0
         for conversation in list(self.conversations.values()):
@@ -166,10 +167,6 @@ class Child(MessageHandler):
         self._lm.engine.close()
         self._outbox.finish()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def _under_way(self) -> bool:
-        return any(conversation.under_way is not None for conversation in list(self.conversations.values()))
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

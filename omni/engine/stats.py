@@ -307,7 +307,7 @@ class Recorder:
             self.first_audio: deque[float] = deque(maxlen=WINDOW)
             self.slack: float | None = None
             self._chunks = 0
-            self._judged: dict[Callable[..., Any], tuple[int, Any]] = {}
+            self._judged: dict[str, tuple[int, Any]] = {}
 
     def stepped(self, rows: int, seconds: float) -> None:
         with self._lock:
@@ -335,33 +335,33 @@ class Recorder:
         with self._lock:
             self.answers += 1
 
-    def _judge(self, judge: Callable[[list[Any]], R], number: int, values: Collection[Any], least: int) -> R | None:
+    def _judge(self, name: str, judge: Callable[[list[Any]], R], number: int, values: Collection[Any], least: int) -> R | None:
         """What is judged of the newest values, as it was `AGAIN` of them ago at most; None before there are `least`.
         `number`: of all so far."""
         with self._lock:
-            known = self._judged.get(judge)
+            known = self._judged.get(name)
             if known is not None and number - known[0] < AGAIN:
                 return known[1]  # type: ignore[no-any-return]
             newest = list(values)[-RECENT:]
         if len(newest) < least:
             return None
         judged = judge(newest)
-        self._judged[judge] = number, judged
+        self._judged[name] = number, judged
         return judged
 
     def late(self) -> float | None:
         """The 99th percentile of the lateness of the newest chunks; None before a few."""
-        return self._judge(_high_percentile, self._chunks, self.lateness, FEW)
+        return self._judge("late", lambda late: float(np.percentile(late, 99)), self._chunks, self.lateness, FEW)
 
     def cost(self) -> tuple[float, float] | None:
         """Seconds of a step without rows, and more for each row, fitted to the newest steps; None before there are some."""
-        return self._judge(_fit, self.steps, self.step, 8)
+        return self._judge("cost", _fit, self.steps, self.step, 8)
 
     def step_seconds(self, rows: int) -> tuple[float, float]:
         """Seconds of a step of that many rows, and of the last of them; 0 where nothing is known."""
-        cost = self.cost()
+        cost, most = self.cost(), self._judge("most", lambda steps: max(n for n, _ in steps), self.steps, self.step, 1) or 0
         known = None if self.known is None else self.known.costs
-        if known is not None and (cost is None or 2 * (self._judge(_most_rows, self.steps, self.step, 1) or 0) < rows):
+        if known is not None and (cost is None or 2 * most < rows):
             step = known.seconds(rows)
             return step, max(step - known.seconds(rows - 1), 0.0)
         fixed, each = cost or (0.0, 0.0)
@@ -385,17 +385,9 @@ class Recorder:
             )
 
 
-def _high_percentile(lateness: list[float]) -> float:
-    return float(np.percentile(lateness, 99))
-
-
 def _fit(steps: list[tuple[int, float]]) -> tuple[float, float]:
     rows, seconds = np.array(steps, dtype=float).T
     if rows.min() == rows.max():
         return 0.0, float(np.median(seconds)) / float(rows[0])
     each, fixed = np.polyfit(rows, seconds, 1)
     return max(float(fixed), 0.0), max(float(each), 0.0)
-
-
-def _most_rows(steps: list[tuple[int, float]]) -> int:
-    return max(rows for rows, _ in steps)

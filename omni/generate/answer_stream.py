@@ -7,7 +7,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from omni.errors import UserError
 from omni.generate.listening import Listening
 from omni.generate.question import Withdrawn, is_coming
-from omni.generate.results import Answer, AudioChunk, Ended, Event, Logprobs, TextDelta, Timings
+from omni.generate.results import Answer, AudioChunk, Ended, Event, TextDelta, Timings
 from omni.tasks import Task, find_task
 
 if TYPE_CHECKING:
@@ -33,15 +33,6 @@ def joined(events: Iterable[Event]) -> tuple[str, Tensor, Ended]:
         else:
             return "".join(text), torch.cat(sound), event
     return "".join(text), torch.cat(sound), Ended("cancelled", Timings())
-
-
-class DeliveredPart(NamedTuple):
-    """The delivered part of an answer: ids of its text, its codes [A, F], and their log-probabilities where they were asked
-    for."""
-
-    tokens: tuple[int, ...] = ()
-    codes: Tensor | None = None
-    logprobs: Logprobs | None = None
 
 
 TASK = -1
@@ -82,7 +73,13 @@ class AnswerStream:
         self._over = self._busy = False
         self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
         self._reader: asyncio.Task[Any] | None = None
-        if not _in_loop():
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            in_loop = False
+        else:
+            in_loop = True
+        if not in_loop:
             self._ask()
 
     # --- a plain iterator ---------------------------------------------------------------------------------------------
@@ -276,14 +273,6 @@ def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]
             stream.close()
 
     return done
-
-
-def _in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 class _Bell:

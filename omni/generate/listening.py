@@ -261,13 +261,9 @@ class FeatureStream:
         """Whether a chunk waits to be encoded."""
         if self.closed or self.lost:
             return False
-        return self._came - self._taken >= self.size or self._came + self._beyond - self._reached >= self.size
-
-    @property
-    def _reached(self) -> int:
-        """Samples of the sound that were encoded, peeked ones included."""
         ahead = self._ahead
-        return self._taken if ahead is None else max(ahead.taken, self._taken)
+        reached = self._taken if ahead is None else max(ahead.taken, self._taken)  # samples encoded, peeked ones included
+        return self._came - self._taken >= self.size or self._came + self._beyond - reached >= self.size
 
     @property
     def begun(self) -> bool:

@@ -197,19 +197,15 @@ class Runner:
     def _numbered(self, selection: RowSelection) -> int:
         if selection is None:
             return 0
-        if not any(self.rows) and selection not in self._selection:
-            self._forget()
+        if not any(self.rows) and selection not in self._selection:  # adapters and edits that the model no longer has go
+            names = attached_names(self.model)
+            self._selection = [each for each in self._selection if names.issuperset(all_names([each]))]
+            self._graphs.keep(lambda plan: names.issuperset({*plan.everywhere, *all_names(plan.selection)}))
         if selection not in self._selection:
             used = {row.selection for row in self.rows if row is not None}
             free = next((i for i, other in enumerate(self._selection) if other not in used), len(self._selection))
             self._selection[free : free + 1] = [selection]
         return self._selection.index(selection) + 1
-
-    def _forget(self) -> None:
-        """Drop the numbers and captured graphs of adapters and edits that the model no longer has."""
-        names = attached_names(self.model)
-        self._selection = [selection for selection in self._selection if names.issuperset(all_names([selection]))]
-        self._graphs.keep(lambda plan: names.issuperset({*plan.everywhere, *all_names(plan.selection)}))
 
     def leave(self, row: RunnerRow) -> None:
         """Free the row's slot; the content of the cache stays."""
@@ -277,7 +273,10 @@ class Runner:
         resting = False
         if not slots:
             slots = tuple(sorted(row.slot for row in chosen))
-            span = range(0 if self._cuda else slots[0], self._width(slots[-1] + 1))
+            rows = slots[-1] + 1
+            if self._graph:  # where each number of rows costs a graph
+                rows = min(1 << (rows - 1).bit_length(), len(self.rows))
+            span = range(0 if self._cuda else slots[0], rows)
             if self._cuda or 2 * len(slots) > len(span):  # gathering half of the rows takes longer than stepping them all
                 resting = self._graph or sum(self.rows[slot] is not None for slot in span) > len(slots)
                 slots = tuple(span)
@@ -300,10 +299,6 @@ class Runner:
         edits = active_edits(self.model)
         logprobs = any(row.logprobs for row in chosen)
         return StepPlan(slots, text, audio, coupled, resting, *modes, visible, selection, mixed, edits, logprobs)
-
-    def _width(self, rows: int) -> int:
-        """Number of rows that a step feeds; where each number costs a graph, a power of two or all."""
-        return min(1 << (rows - 1).bit_length(), len(self.rows)) if self._graph else rows
 
     def _visible(self, positions: int) -> int:
         """Number of slots that a step reads, rounded up to few different numbers (fewer still where each costs a graph)."""

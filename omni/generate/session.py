@@ -29,7 +29,7 @@ from omni.engine.answer import Pace, WhenFull, check_pace
 from omni.engine.listener import Link, Listener
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
-from omni.generate.answer_stream import AnswerStream, DeliveredPart, joined
+from omni.generate.answer_stream import AnswerStream, joined
 from omni.generate.listening import AudioSoFar, Listening
 from omni.generate.messages import History, Message
 from omni.generate.options import Keywords, SessionOptions, check_numbers, make_options
@@ -262,20 +262,20 @@ class Session:
 
     def whole(self, events: Iterable[Event], answer: Listener | None) -> Answer:
         """The answer of all its events; None for one that was cancelled before its question was whole."""
-        (text, sound, ended), part = joined(events), DeliveredPart()
+        (text, sound, ended), (tokens, codes, logprobs) = joined(events), ((), None, None)
         if answer is not None:
             with suppress(EngineLost):
-                part = self._link.request("delivered", self._number, answer.number)
+                tokens, codes, logprobs = self._link.request("delivered", self._number, answer.number)
         return Answer(
             text=text,
-            audio=sound if answer is not None and answer.rate > 0 and part.codes is not None else None,
+            audio=sound if answer is not None and answer.rate > 0 and codes is not None else None,
             sample_rate=self.sample_rate,
-            tokens=part.tokens,
-            codes=part.codes,
+            tokens=tokens,
+            codes=codes,
             timings=ended.timings,
             ended=ended.reason,
             error=ended.error,
-            logprobs=part.logprobs,
+            logprobs=logprobs,
         )
 
     def take(self, answer: Listener) -> Event:
