@@ -198,6 +198,7 @@ class Running:
         slots, rows: the speaking one first; the second leaves when its text has ended. Of the stepping thread, as are
         wrote, frames: the columns that the speaking row wrote, and the number of frames among them; `exact`, of those whose
             samples no later frame changes.
+        known: the seconds of the milestones that it has passed.
         read: number of time steps whose events were taken; `taken`, number of those events.
         left: set once its rows are free, or it needs none.
         resting: its row waits for a listener that is behind, since `rested`.
@@ -224,8 +225,6 @@ class Running:
     active: Selection | None = None
     pace: Pace = "read"
     when_full: WhenFull = "wait"
-    encode: float = 0.0
-    prefill: float = 0.0
     cancelled: bool = False
     ending: Reason = "cancelled"
     settled: bool = False
@@ -241,9 +240,7 @@ class Running:
     taken: int = 0
     resting: bool = False
     rested: float = 0.0
-    first_text: float | None = None
-    first_audio: float | None = None
-    total: float | None = None
+    known: Timings = Timings()  # noqa: RUF009 (frozen)
     plays: float | None = None
     coded: bool = False
     failure: BaseException | None = None
@@ -312,12 +309,14 @@ class Running:
         """Give the listener an event; `changed` is held. Returns by how many seconds a live listener's sound was late."""
         now, late = self.clock.seconds, None
         if isinstance(event, TextDelta):
-            self.first_text = self.first_text or now
+            if self.known.first_text is None:
+                self.known = replace(self.known, first_text=now)
         elif isinstance(event, (AudioChunk, CodedSound)):
-            self.first_audio = self.first_audio or now
             late = self._due(event)
+            if self.known.first_audio is None:
+                self.known = replace(self.known, first_audio=now)
         elif isinstance(event, Ended):
-            self.over, self.total = True, now
+            self.over, self.known = True, replace(self.known, total=now)
             event = replace(event, timings=self.timings())
         self._sent.append((self.processed, event))
         self.outlet.put(event, notify)
@@ -372,15 +371,8 @@ class Running:
         return Ended(self.ending if error is None else "error", self.timings(), error)
 
     def timings(self) -> Timings:
-        return Timings(
-            encode=self.encode,
-            prefill=self.prefill,
-            first_text=self.first_text,
-            first_audio=self.first_audio,
-            total=self.clock.seconds if self.total is None else self.total,
-            steps=len(self.reply.columns),
-            audio=self.delivery.seconds,
-        )
+        total = self.known.total or self.clock.seconds
+        return replace(self.known, total=total, steps=len(self.reply.columns), audio=self.delivery.seconds)
 
     def delivered(self) -> Exchange:
         """The exchange with the part of the answer that reached the listener."""

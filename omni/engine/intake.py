@@ -59,7 +59,7 @@ def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
     finish_queued(model.device)
     broken = []
     for running in alike:
-        running.encode = running.clock.seconds
+        running.known = replace(running.known, encode=running.clock.seconds)
         nonfinite = [e for e in running.said if not is_finite(e.features)]
         if nonfinite:
             running.reply.fail(FEATURES_NOT_FINITE)
@@ -120,7 +120,7 @@ class Entering:
         finish_queued(self.runner.model.device)
         for running in self.answers:
             running.rows = [next(rows) for _ in running.slots]
-            running.prefill = running.clock.seconds
+            running.known = replace(running.known, prefill=running.clock.seconds)
 
 
 LEAST = 32

@@ -194,11 +194,11 @@ class SoundThread:
 
     def _sounded(self, running: Running, chunk: AudioChunk | CodedSound) -> None:
         """Give the listener a chunk, and note when it came, unless its process does; `changed` is held."""
-        first, late = running.first_audio is None, running.put(chunk)
+        first, late = running.known.first_audio is None, running.put(chunk)
         if late is not None and not running.coded:
             self._recorder.sounded(late)
         elif first and running.pace == "live":
-            self._recorder.began(running.first_audio or 0.0)
+            self._recorder.began(running.known.first_audio or 0.0)
 
     def _play(self, running: Running, sound: Tensor | Exception, last: bool = False) -> None:
         """Give the listener a sound, or end the answer whose codec failed."""
