@@ -127,8 +127,8 @@ class Listener:
         """Take an event; of an answer that was stopped only the end that this brought: others were on their way."""
         with self.changed:
             if not isinstance(event, Ended):
-                assert not isinstance(event, CodedSound)  # it was decoded on its way
                 if not self.cancelled:
+                    assert not isinstance(event, CodedSound)  # it was decoded on its way
                     self._events.append(event)
                     self._note(event)
             elif not self.cancelled or event.reason in self._awaited:
