@@ -19,11 +19,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from omni.codec.base import AudioCodec
 from omni.engine.answer import EventOutlet, Pace, Running, Seat, WhenFull
+from omni.engine.engine import Engine
 from omni.engine.listener import Link, Listener
 from omni.engine.prefill_ahead import Listen, plan
 from omni.engine.wire import is_portable
@@ -37,11 +39,11 @@ from omni.generate.reply import Limits, Reply
 from omni.generate.results import Clock, Ended, Logprobs, Reason
 from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
+from omni.generate.speech_time import SpeechTime
 from omni.lora.attach import RowSelection, kept, selection_of
+from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, find_writer, prompt
-
-if TYPE_CHECKING:
-    from omni.generate.speech_lm import SpeechLM
+from omni.text import Tokenizer
 
 
 class Conversation:
@@ -49,7 +51,6 @@ class Conversation:
     known by numbers, and one that is not there any more, or not yet, is passed over, since messages overtake each other.
 
     Args:
-        lm: its model, engine and all that belongs to them.
         context: positions that the conversation may fill.
         release: called when it ends.
         edits: the name under which its edits are attached to the model (`omni.edit.deltas`).
@@ -65,10 +66,14 @@ class Conversation:
 
     def __init__(
         self,
-        lm: SpeechLM,
+        model: SpeechModel,
+        tokenizer: Tokenizer,
+        codec: AudioCodec | None,
+        engine: Engine,
         options: AnswerOptions,
         *,
         context: int,
+        time: SpeechTime,
         past: Past = Past(),  # noqa: B008 (frozen)
         release: Callable[[], None] = lambda: None,
         edits: str | None = None,
@@ -76,22 +81,22 @@ class Conversation:
         when_full: WhenFull = "wait",
         sound: bool = True,
     ) -> None:
-        self.model, self.tokenizer, self.codec = lm.model, lm.tokenizer, lm.codec
-        self.options, self.time = options, lm.speech_time
+        self.model, self.tokenizer, self.codec = model, tokenizer, codec
+        self.options, self.time = options, time
         self._selection: RowSelection = options.adapter if edits is None else (options.adapter, edits)
-        selection_of(lm.model, [self._selection])
-        self.settings = per_stream(lm.layout, options.sampling)
-        self._system = read_system(options.system, lm.tokenizer)
-        self._engine, self._release, self._sound = lm.engine, release, sound
+        selection_of(model, [self._selection])
+        self.settings = per_stream(model.layout, options.sampling)
+        self._system = read_system(options.system, tokenizer)
+        self._engine, self._release, self._sound = engine, release, sound
         self._pace, self._when_full = pace, when_full
         first = past.asked - len(past.turns)
         self._past = [Exchange(a.turn, number, a.clip) for number, a in enumerate(past.turns, first)]
         self._asked = past.asked
         if options.overflow == "end":
-            check_room(lm.layout, self._past, self._system, context, lm.config.decoder.context)
-        if options.max_silence is not None and (lm.codec is None or not sound):
+            check_room(model.layout, self._past, self._system, context, model.config.decoder.context)
+        if options.max_silence is not None and (codec is None or not sound):
             raise UserError("max_silence listens to the answer's sound, and no codec makes any here; leave it out")
-        self._seat: Seat | None = lm.engine.seat(context)
+        self._seat: Seat | None = engine.seat(context)
         self._hears: FeatureStream | None = None  # the next question, while its sound comes, and its number
         self._sound_number = 0
         self._last: Running | None = None

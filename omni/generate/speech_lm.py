@@ -39,7 +39,7 @@ from omni.engine.engine import Engine
 from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.messages import History, read_history
-from omni.generate.options import check_numbers, make_options
+from omni.generate.options import AnswerOptions, check_numbers, make_options
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session, Sessions
@@ -228,12 +228,15 @@ class SpeechLM(Sessions):
                 name = attach_edits(self.model, options.edits)
                 stack.callback(detach, self.model, name)
             own: dict[str, Any] = {"release": stack.close, "edits": name, "pace": pace, "when_full": when_full}
-            conversation = Conversation(self, options, context=length, past=past, **own)
+            conversation = self._conversation(options, context=length, past=past, **own)
         except BaseException:
             stack.close()
             raise
         LOG.debug("a session of %d positions starts, with %d earlier turns", length, len(past.turns))
         return conversation
+
+    def _conversation(self, options: AnswerOptions, **own: Any) -> Conversation:
+        return Conversation(self.model, self.tokenizer, self.codec, self.engine, options, time=self.speech_time, **own)
 
     def _answer_all(
         self,
@@ -284,7 +287,7 @@ class SpeechLM(Sessions):
             def session_of(n: int) -> tuple[Session, Listener]:
                 whole = replace(options, adapter=adapters[n], seed=seeds[n], system=systems[n])
                 number = self._link.number()
-                self._link.add(number, Conversation(self, whole, context=room, edits=names[n], pace="whole", sound=sound))
+                self._link.add(number, self._conversation(whole, context=room, edits=names[n], pace="whole", sound=sound))
                 session = Session(self, number, "whole", options.stop_when, sound)
                 return session, session.lay_out(asked[n])
 
