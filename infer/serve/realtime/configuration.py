@@ -36,6 +36,9 @@ BETA = {
 }
 """Keys of the API's beta, and where they are now."""
 
+CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
+"""Fields of the configuration that `response.create` may change for its response."""
+
 ECHOED = ("tools", *(f"audio.input.transcription.{name}" for name in ("model", "language", "prompt")))
 """Settings that are told as they were given, for clients that look for them, and change nothing."""
 
@@ -146,6 +149,20 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
         raise ProtocolError(*first_mistake(error, changed, "session")) from None
     check_modalities(configuration.output_modalities, "session.output_modalities")
     _check_rates(configuration)
+    return configuration
+
+
+def overridden(now: Configuration, overrides: Event) -> Configuration:
+    """The configuration with what a response changes for itself."""
+    change = {name: overrides[name] for name in (*CHANGEABLE, *BETA) if overrides.get(name) is not None}
+    if isinstance(change.get("audio"), dict):
+        change["audio"] = {"output": change["audio"].get("output") or {}}
+    try:
+        configuration = updated(now, change, started=True)
+    except ProtocolError as error:
+        param = (error.param or "").replace("session", "response", 1)
+        raise ProtocolError(str(error).replace("session.", "response."), error.code, param) from None
+    check_modalities(configuration.output_modalities, "response.output_modalities")
     return configuration
 
 

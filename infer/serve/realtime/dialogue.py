@@ -17,7 +17,9 @@ from typing import Any
 
 from infer.pcm import PCM_RATE
 from infer.serve.host import EngineHost
-from infer.serve.realtime.state import ContentPart, ConversationItem
+from infer.serve.realtime.configuration import Configuration
+from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState
+from infer.serve.settings import limited
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
@@ -94,6 +96,28 @@ def prompted(items: Sequence[ConversationItem], own: str, instructions: str) -> 
         texts[:0] = [part.text or "" for part in item.content]
     text = own or "\n".join(texts) or instructions
     return DialogueTurn(ContentPart("input_text", text), (*PROMPT, None, 0)) if text.strip() else None
+
+
+def speaks(owner: SessionState, configuration: Configuration) -> bool:
+    """Whether answers are spoken."""
+    return owner.voices.speaks and configuration.output_modalities == ["audio"]
+
+
+def task_of(configuration: Configuration, spoken: bool, speaks: bool) -> str:
+    """Name of the task (`omni.tasks`) of a question."""
+    if configuration.omni.task == "transcribe" and spoken:
+        return "A1T1"
+    return f"{'A' if spoken else 'T'}1{'A' if speaks else 'T'}2"
+
+
+def options_of(owner: SessionState, configuration: Configuration, speaks: bool) -> dict[str, Any]:
+    """Keywords of the engine's session."""
+    answering = owner.settings.answering
+    most = None if configuration.max_output_tokens == "inf" else configuration.max_output_tokens
+    options = limited(answering.keywords(configuration.omni.temperature), most, speaks)
+    options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
+    options["system"] = configuration.instructions if answering.use_instructions else ""
+    return options
 
 
 class Dialogue:

@@ -132,11 +132,8 @@ class InputBuffer:
 
 
 class TurnSound:
-    """The engine's listening to the sound of one turn; `over`: it has ended, or was never possible.
-
-    Args:
-        listen: makes the engine's listening (`omni.generate.listening.Listening`) for the conversation.
-    """
+    """The engine's listening (`omni.generate.listening`, made by `listen`) to one turn; `over`: it has ended, or was never
+    possible."""
 
     def __init__(self, listen: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         self.over = False

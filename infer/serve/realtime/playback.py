@@ -49,13 +49,13 @@ class Outlet(ABC):
         """Seconds that were sent and are still to be played."""
 
     @abstractmethod
-    def _send(self, samples: np.ndarray) -> None:
+    def send(self, samples: np.ndarray) -> None:
         """Let samples [S] go."""
 
-    def send(self, samples: np.ndarray) -> None:
-        """Let samples [S] go, at the present gain."""
-        self._send(faded(samples, self._gain, self._wanted))
-        self._gain = self._wanted
+    def ducked(self, samples: np.ndarray) -> np.ndarray:
+        """The next samples [S] at the present gain."""
+        samples, self._gain = faded(samples, self._gain, self._wanted), self._wanted
+        return samples
 
     @property
     def heard(self) -> float:
@@ -94,13 +94,13 @@ class SentOutlet(Outlet):
         """The client drops it."""
         self._ends = None
 
-    def _send(self, samples: np.ndarray) -> None:
+    def send(self, samples: np.ndarray) -> None:
         now, seconds = self._clock(), len(samples) / self.rate
         if self._ends is not None and now > self._ends:
             self.underruns += 1
         self._ends = max(self._ends or now, now) + seconds
         self.sent += seconds
-        self._emit(samples)
+        self._emit(self.ducked(samples))
 
 
 class Pacer:

@@ -18,18 +18,14 @@ import numpy as np
 from infer.pcm import Resampler, encode
 from infer.serve.errors import as_protocol_error, broken, is_question_error
 from infer.serve.realtime import protocol
-from infer.serve.realtime.configuration import BETA, Configuration, check_modalities, updated
-from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn, prompted, turns_of
+from infer.serve.realtime.configuration import Configuration, overridden
+from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn, options_of, prompted, speaks, task_of, turns_of
 from infer.serve.realtime.playback import Outlet, Pacer
 from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
 from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState, read_item
-from infer.serve.settings import limited
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, TextDelta
-
-CHANGEABLE = ("instructions", "output_modalities", "audio", "max_output_tokens", "tools", "tool_choice", "omni")
-"""Fields of the configuration that `response.create` may change for its response."""
 
 StopReason = Literal["turn_detected", "client_cancelled"]
 
@@ -362,7 +358,7 @@ class Responses:
             raise ProtocolError("a transcription session writes down what it hears and answers nothing", "invalid_session_type")
         options = event.response or protocol.ResponseOptions()
         overrides = options.model_extra or {}
-        configuration = self._configured(overrides)
+        configuration = overridden(self._owner.configuration, overrides)
         alone = options.conversation == "none"
         items = list(self._owner.items) if options.input is None else self._read_input(options.input)
         before, question = turns_of(items)
@@ -377,19 +373,6 @@ class Responses:
             most = self._owner.settings.limits.responses
             raise ProtocolError(f"{most} responses of this session are under way; wait for one", "rate_limit_exceeded")
         self.respond(request)
-
-    def _configured(self, overrides: Event) -> Configuration:
-        """The session's configuration with what a response changes."""
-        change = {name: overrides[name] for name in (*CHANGEABLE, *BETA) if overrides.get(name) is not None}
-        if isinstance(change.get("audio"), dict):
-            change["audio"] = {"output": change["audio"].get("output") or {}}
-        try:
-            configuration = updated(self._owner.configuration, change, started=True)
-        except ProtocolError as error:
-            param = (error.param or "").replace("session", "response", 1)
-            raise ProtocolError(str(error).replace("session.", "response."), error.code, param) from None
-        check_modalities(configuration.output_modalities, "response.output_modalities")
-        return configuration
 
     def _read_input(self, values: list[Any]) -> list[ConversationItem]:
         """Items of a response's own input; references are looked up in the conversation."""
@@ -512,25 +495,3 @@ class Responses:
                 response.end()
                 response.outlet.free()
         await self.dialogue.close()
-
-
-def speaks(owner: SessionState, configuration: Configuration) -> bool:
-    """Whether answers are spoken."""
-    return owner.voices.speaks and configuration.output_modalities == ["audio"]
-
-
-def task_of(configuration: Configuration, spoken: bool, speaks: bool) -> str:
-    """Name of the task (`omni.tasks`) of a question."""
-    if configuration.omni.task == "transcribe" and spoken:
-        return "A1T1"
-    return f"{'A' if spoken else 'T'}1{'A' if speaks else 'T'}2"
-
-
-def options_of(owner: SessionState, configuration: Configuration, speaks: bool) -> dict[str, Any]:
-    """Keywords of the engine's session."""
-    answering = owner.settings.answering
-    most = None if configuration.max_output_tokens == "inf" else configuration.max_output_tokens
-    options = limited(answering.keywords(configuration.omni.temperature), most, speaks)
-    options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
-    options["system"] = configuration.instructions if answering.use_instructions else ""
-    return options

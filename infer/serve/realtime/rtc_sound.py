@@ -91,7 +91,7 @@ class CallOutlet(Outlet):
         self._track = track
         self._queue = SampleQueue()
         self._taken = 0
-        self._ended = self._cleared = self._stopped = False
+        self._ended = self._cleared = False
         self._dry = self._starved = False  # nothing is left although more is to come, and silence was played since then
 
     def ahead(self) -> float:
@@ -108,9 +108,6 @@ class CallOutlet(Outlet):
 
     def send(self, samples: np.ndarray) -> None:
         """Let samples [S] go; the gain is that of the moment in which they are played."""
-        self._send(samples)
-
-    def _send(self, samples: np.ndarray) -> None:
         if self._cleared:
             return
         if not self.sent:
@@ -130,8 +127,7 @@ class CallOutlet(Outlet):
                 self.tell("started")
             self._taken += len(samples)
             self._emit(samples)
-            samples = faded(samples, self._gain, self._wanted)
-            self._gain = self._wanted
+            samples = self.ducked(samples)
         if not self._queue.count and not self._ended:
             self._starved |= len(samples) < most
             if not self._dry:
@@ -156,9 +152,8 @@ class CallOutlet(Outlet):
         self._stop_if_over()
 
     def _stop_if_over(self) -> None:
-        """Tell once that all was played."""
-        if self.over and self._taken and not self._cleared and not self._stopped:
-            self._stopped = True
+        """Tell that all was played."""
+        if self.over and self._taken and not self._cleared:
             self.tell("stopped")
             self.free()
 
