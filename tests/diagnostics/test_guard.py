@@ -70,22 +70,6 @@ def test_nothing_stays_on_after_a_step(how):
         assert guard.active is not None
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_guard_within_a_guard(traced):
-    """Two models that learn in one step, each with a guard of its own: both see, and nothing stays behind."""
-    outer, inner = (programs.reentrant(fixed=False) for _ in range(2))
-    before = dict(vars(library.CheckpointFunction))
-    first, second = Guard(outer.model, outer.optimizer), Guard(inner.model, inner.optimizer)
-    with first.step():
-        outer.step(0)
-        with second.step(trace=traced):
-            inner.step(0)
-    assert [f.kind for f in second.findings] == ["reentrant"] and "reentrant" in [f.kind for f in first.findings]
-    assert dict(vars(library.CheckpointFunction)) == before
-    with first.step():
-        library.checkpoint(lambda x: x, data(0), use_reentrant=True)
-
-
 @pytest.mark.parametrize("error", [ValueError("bad data"), RuntimeError("CUDA out of memory"), KeyboardInterrupt()])
 def test_other_errors_pass_as_they_are(error):
     guard = Guard(nn.Linear(2, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from pathlib import Path
 
 import pytest
@@ -191,21 +190,6 @@ def test_edits_of_a_model_in_half_precision(model, name):
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_dispatched_models_own_forward_does_not_hide_edits(model, name):
-    """accelerate puts a `forward` into every module that runs the class's; a patched copy would run that (EasyEdit#342)."""
-
-    def forward(module, old, *args, **kwargs):
-        return old(*[arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args], **kwargs)
-
-    edits, ids = some_edits(model), batch_of(name, 1)
-    wanted = logits(written(model, edits), ids)
-    for part in model.modules():
-        old = part.forward
-        part.forward = functools.update_wrapper(functools.partial(forward, part, old), old)
-    with edited(model, edits):
-        assert_near(logits(model, ids), wanted, 1e-5)
 
 
 def test_a_linear_called_by_keyword():

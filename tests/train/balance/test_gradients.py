@@ -37,15 +37,6 @@ def combine(method: str, table: Tensor, losses: Tensor = LOSSES, steps: int = 1,
     return p.grad, report
 
 
-@pytest.mark.parametrize("method", BY_PARAMETERS)
-def test_equal_gradients_and_losses_get_equal_weights(method: str) -> None:
-    table = rows()[:1].expand(3, -1).contiguous()
-    direction, report = combine(method, table, torch.ones(3), steps=3)
-    assert_near(report.weights, report.weights.mean().expand(3), 1e-5)
-    assert float(torch.cosine_similarity(direction, table[0], dim=0)) == pytest.approx(1, abs=1e-5)
-    assert_near(report.cosines, torch.ones(3, 3), 1e-5)
-
-
 @pytest.mark.parametrize("method", ["mgda", "pcgrad", "gradvac", "cagrad", "imtlg", "alignedmtl", "upgrad"])
 def test_directions_grow_with_the_gradients(method: str) -> None:
     """Weights do not depend on a common scale."""

@@ -232,17 +232,6 @@ def test_of_several_edits_the_last_comes_out_first(place, tmp_path):
     assert all(torch.equal(back[name], first[name]) for name in first)
 
 
-def test_edits_of_another_base_are_refused_everywhere(place, tmp_path):
-    save_model(tmp_path / "other", seed=1)
-    for words in (
-        ["merge", str(tmp_path / "other"), str(place / "edits"), str(tmp_path / "out")],
-        ["eval", str(tmp_path / "other"), str(place / "edits"), str(place / "facts.jsonl"), str(tmp_path / "out"), *JUDGE],
-    ):
-        with pytest.raises(UserError, match=r"other weights"):
-            main(words)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

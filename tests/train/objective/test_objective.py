@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from itertools import accumulate
 
 import pytest
 import torch
@@ -159,18 +158,6 @@ def test_sequences_without_a_mask_give_the_same_loss_and_gradients(model, window
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_bounds_of_sequences(model):
-    rows = [make_examples(model, ALL[:3]), make_examples(model, ALL[3:])]
-    batch = pack(model, rows, 96)
-    lengths = [len(example[0]) for row in rows for example in row]
-    assert batch.lengths.tolist() == lengths
-    used = sum(lengths[:3])
-    wanted = [0, *accumulate([*lengths[:3], 96 - used, *lengths[3:], 96 - sum(lengths[3:])])]
-    assert batch.packed.ends.tolist() == wanted and batch.packed.longest == 128
-    moved = batch.to("cpu")
-    assert moved.packed.ends.tolist() == wanted and moved.lengths.tolist() == lengths
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_softmax_that_is_compiled_is_the_plain_one(dtype):
     logits = torch.randn(5, 33, generator=torch.Generator().manual_seed(0)).mul_(4).to(dtype)
@@ -290,14 +277,6 @@ def test_stream_weights_scale_their_stream_only(model):
     weights = tuple(0.5 + k for k in range(streams))
     mixed = Objective(model, ObjectiveConfig(weights))(batch, targets(batch)).total
     torch.testing.assert_close(mixed, sum(w * a for w, a in zip(weights, alone, strict=True)), rtol=1e-5, atol=1e-6)
-
-
-def test_validation_needs_no_gradients_and_equals_training(model):
-    batch = pack(model, [make_examples(model, ALL[:3])], 96)
-    with torch.no_grad():
-        quiet = Objective(model)(batch, targets(batch))
-    assert not quiet.total.requires_grad
-    torch.testing.assert_close(quiet.total, Objective(model)(batch, targets(batch)).total.detach())
 
 
 def test_a_second_backward_is_refused_not_wrong():
