@@ -16,6 +16,7 @@ Dimensions: m tasks, k of them present, P values that this process holds, N posi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -178,9 +179,7 @@ class Balancer:
         """Weights of all tasks [m] that the next step will use; None where they depend on its losses."""
         if not self.config.spec.ahead:
             return None
-        probe = Balancer(self.config, self.tasks)
-        probe.load_state_dict(self.state_dict())
-        return probe.choose(torch.ones(len(self.tasks), dtype=torch.float64), None)[0].weights
+        return copy.deepcopy(self).choose(torch.ones(len(self.tasks), dtype=torch.float64), None)[0].weights
 
     def weights(self, losses: Tensor | Sequence[Tensor], counts: Tensor | None = None, reduce: Sum = alone) -> BalanceReport:
         """Choose the weights of a step by its losses [m] alone (this process's share), and update the method's state.

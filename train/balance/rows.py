@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -138,13 +138,13 @@ def put_gradients(parameters: Sequence[nn.Parameter], vector: Tensor) -> None:
             p.grad = part.clone()
 
 
+@dataclass
 class State:
     """State of a method: tensors by name, with one entry per task in the first dimension (for `pairs`, in the first two)."""
 
-    def __init__(self, tasks: int) -> None:
-        self.tasks = tasks
-        self.values: dict[str, Tensor] = {}
-        self.pairs: set[str] = set()
+    tasks: int
+    values: dict[str, Tensor] = field(default_factory=dict)
+    pairs: set[str] = field(default_factory=set)
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Losses(NamedTuple):
             without graph.
         by_task: where tasks are balanced, the loss of each before its weight, and last that of the rest (losses of heads on
             the encoder, other tasks), [M + 1]; with its graph for `GraphLosses`.
-        by_example: for `ExampleLosses`, summed loss and number of targets by segment of the batch, [2, S], without graph.
+        by_example: where asked for, summed loss and number of targets by segment of the batch, [2, S], without graph.
         turn_sum, turn_count: summed loss of the turn head and number of its labels, without graph; None without such a head.
         distill_sum, distill_count: summed loss of the distillation and number of its frames, without graph; None without one.
     """
@@ -328,14 +328,16 @@ class PlainLosses:
     """All targets at weight 1. A plain class, as those below: Fabric converts the tensors of other containers.
 
     Attributes:
+        by_example: the losses of the examples are summed, too.
         aligned: the alignment loss takes part.
         alignment_only: and nothing else does.
-        by_example: the losses of the examples are summed, too.
     """
 
     aligned = True
     alignment_only = False
-    by_example = False
+
+    def __init__(self, by_example: bool = False) -> None:
+        self.by_example = by_example
 
     def at_features(self, batch: Batch, features: Tensor) -> Tensor:
         """Called between encoder and decoder; returns the features [N, C]."""
@@ -365,12 +367,6 @@ class PlainLosses:
         return None
 
 
-class ExampleLosses(PlainLosses):
-    """All targets at weight 1, and the sums of each example's losses besides."""
-
-    by_example = True
-
-
 class TaskLosses(PlainLosses):
     """Balanced tasks, each with its weight.
 
@@ -392,6 +388,7 @@ class TaskLosses(PlainLosses):
         hook: FeatureHook | None = None,
         alignment_only: bool = False,
     ) -> None:
+        super().__init__()
         self.cell, self.weights = cell, weights.float()
         self.ratio = torch.ones(cell.shape) if ratio is None else ratio
         self.hook, self.alignment_only, self.aligned = hook, alignment_only, bool(self.weights[-1] != 0)

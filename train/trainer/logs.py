@@ -26,7 +26,7 @@ from train.console.progress import figures_line
 from train.data.batching.batch import Batch
 from train.data.batching.packer import Counts, Trained
 from train.distributed.process_group import ProcessGroup
-from train.objective.objective import ExampleLosses, Losses
+from train.objective.objective import Losses, PlainLosses
 from train.trainer.metrics import BalanceTally
 from train.trainer.parts import Figures, Observer, Outcome
 
@@ -282,7 +282,7 @@ class HighestLosses(Observer):
 
     def __init__(self, count: int, folder: Path, group: ProcessGroup) -> None:
         self.count, self.file, self.group = count, folder / HIGHEST, group
-        self.options = (ExampleLosses(),) if count else ()  # last arguments of the objective
+        self.options = (PlainLosses(by_example=True),) if count else ()  # last arguments of the objective
         self.step = 0
         self.named: dict[tuple[str, str], NamedLoss] = {}
         self._waiting: deque[tuple[int, Tensor, Sequence[tuple[str, str]]]] = deque()

@@ -21,7 +21,7 @@ from tests.train.balance.toys import tiny, tiny_pipeline
 from tests.train.toys import ALONE, final_tensors
 from train.cli import main
 from train.data.batching.loader import StepLoader
-from train.objective.objective import ExampleLosses, Losses, Objective, PlainLosses, targets
+from train.objective.objective import Losses, Objective, PlainLosses, targets
 from train.trainer import logs
 from train.trainer.logs import HIGHEST, HighestLosses
 
@@ -50,7 +50,7 @@ def test_losses_by_example_are_those_of_the_plain_loss() -> None:
     seen = set()
     for batch in batches:
         found: list[tuple[Losses, list[Tensor]]] = []
-        for task_losses in (PlainLosses(), ExampleLosses()):
+        for task_losses in (PlainLosses(), PlainLosses(by_example=True)):
             objective.zero_grad()
             losses = objective(batch, targets(batch), 1.0, task_losses)
             losses.total.backward()
