@@ -25,7 +25,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
-from omni.codec.network import NetworkCodec, streams_of
+from omni.codec.network import NetworkCodec
+from omni.codec.streams import Network, Streams
 from omni.errors import UserError
 from omni.files import refuse_pointer
 
@@ -59,9 +60,8 @@ class MimiCodec(NetworkCodec):
         self.frame_samples = config.frame_samples
         self.codebook_sizes = (config.codebook_size,) * codebooks
         self.config = config
-        self._encoder = encoder(config, take)
-        self._decoder = decoder(config, take)
-        self._latent_rate = 1
+        self._encoder = Network(encoder(config, take), config.frame_samples)
+        self._decoder = Network(decoder(config, take), 1)
         self._quantizer = quantizer(config, take, codebooks)
         self.device = self._quantizer.parts[0].tables[0].device
 
@@ -104,7 +104,7 @@ class MimiCodec(NetworkCodec):
 
     def _encode(self, audio: Tensor) -> Tensor:
         audio = F.pad(audio, (0, -audio.shape[0] % self.frame_samples))
-        streams = streams_of(self._encoder, self.frame_samples, self.device, ENCODE_FRAMES)
+        streams = Streams(self._encoder, self.device, ENCODE_FRAMES)
         rows = [streams.open()]
         pieces = audio[None, :, None].split(ENCODE_FRAMES * self.frame_samples, dim=1)
         latents = [streams.run(rows, piece, piece.shape[1] // self.frame_samples)[0] for piece in pieces]

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omni.codec.network import read_settings
-from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample, product
-from omni.codec.streams import LayerTiming, RowPlan, StreamCall, StreamStep
+from omni.codec.streaming import Activation, Conv, Residual, Upsample, product
+from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
 from omni.errors import UserError
 from omni.model.attention import attention
 from omni.model.kv_cache import KVCache
@@ -49,79 +49,54 @@ class MimiBlock(NamedTuple):
     down: Tensor
 
 
-class Transformer(NamedTuple):
+@dataclass(eq=False)
+class Transformer(Layer):
     """Causal blocks with a sliding window and rotary positions (the two halves of a head are the coordinates)."""
 
-    blocks: tuple[MimiBlock, ...]
+    blocks: list[MimiBlock]
     heads: int
     key_heads: int
     window: int
     eps: float
     inverse_frequencies: Tensor
 
-    def after(self, timing: LayerTiming) -> LayerTiming:
+    def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
+        self.timing, self.number = timing, len(network.caches)
+        network.caches.append(self._make_cache)
         return timing
 
-    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
-        return _TransformerStep(self, timing, plan)
-
-
-class _TransformerStep:
-    """Streams a `Transformer`; its cache has a row per stream."""
-
-    def __init__(self, layer: Transformer, timing: LayerTiming, plan: RowPlan) -> None:
-        self._layer, self._timing = layer, timing
-        self._chunk = plan.chunk * timing.rate
-        self._cache = self._make(1)
-        plan.stores.append(self)
-
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        layer = self._layer
         if x.shape[1] == 0:
             return x
-        cache = self._cache if len(call.rows) == self._cache.rows else self._cache.select(call.rows)
-        positions = call.positions(self._timing, x.shape[1])
+        cache, positions = call.cache(self.number), call.positions(self.timing, x.shape[1])
         mask = cache.begin_forward(positions)
-        angles = (positions[..., None].float() * layer.inverse_frequencies).repeat(1, 1, 2)[:, None]  # [N, 1, T, D]
+        angles = (positions[..., None].float() * self.inverse_frequencies).repeat(1, 1, 2)[:, None]  # [N, 1, T, D]
         turn = angles.cos(), angles.sin()
-        for number, block in enumerate(layer.blocks):
-            y = F.layer_norm(x, x.shape[2:], *block.attention_norm, eps=layer.eps)
+        for number, block in enumerate(self.blocks):
+            y = F.layer_norm(x, x.shape[2:], *block.attention_norm, eps=self.eps)
             x = x + self._attend(cache, number, y, turn, mask)
-            y = F.layer_norm(x, x.shape[2:], *block.mlp_norm, eps=layer.eps)
+            y = F.layer_norm(x, x.shape[2:], *block.mlp_norm, eps=self.eps)
             x = x + product(F.gelu(product(y, block.up)), block.down)
         return x
 
     def _attend(self, cache: KVCache, number: int, x: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        layer, block = self._layer, self._layer.blocks[number]
-        heads = product(x, block.qkv, block.qkv_bias).unflatten(2, (layer.heads + 2 * layer.key_heads, -1)).transpose(1, 2)
-        q, k, v = heads.split([layer.heads, layer.key_heads, layer.key_heads], dim=1)  # each [N, H, T, D]
+        block, grouped = self.blocks[number], self.heads != self.key_heads
+        heads = product(x, block.qkv, block.qkv_bias).unflatten(2, (self.heads + 2 * self.key_heads, -1)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)  # each [N, H, T, D]
         keys, values = cache.update(number, _turned(k, turn), v)
-        grouped = layer.heads != layer.key_heads
         y = attention(_turned(q, turn), keys, values, mask, grouped=grouped)
         return product(y.transpose(1, 2).flatten(2), block.out, block.out_bias)
 
-    def resize(self, rows: int, used: int) -> None:
-        old, self._cache = self._cache, self._make(rows)
-        if used:
-            self._cache.take(old, used)
-
-    def clear(self, row: int) -> None:
-        self._cache.reset([row])
-
-    def move(self, source: int, target: int) -> None:
-        self._cache.copy_row(source, target)
-
-    def _make(self, rows: int) -> KVCache:
-        layer = self._layer
+    def _make_cache(self, rows: int, frames: int) -> KVCache:
         return KVCache(
-            len(layer.blocks),
+            len(self.blocks),
             rows=rows,
             length=2**62,  # unbounded: the window makes the cache a ring
-            heads=layer.key_heads,
-            head_dim=2 * len(layer.inverse_frequencies),
-            window=layer.window,
-            chunk=self._chunk,
-            device=layer.inverse_frequencies.device,
+            heads=self.key_heads,
+            head_dim=2 * len(self.inverse_frequencies),
+            window=self.window,
+            chunk=frames * self.timing.rate,
+            device=self.inverse_frequencies.device,
         )
 
 
@@ -205,7 +180,7 @@ def encoder(config: MimiConfig, take: Take) -> list[Layer]:
     layers.append(_transformer(config, take, "encoder_transformer"))
     stride = config.latent_stride
     weight = take("downsample.conv.weight", size, size, 2 * stride)
-    layers.append(Conv.of(weight, None, stride, replicate=True))
+    layers.append(Conv(weight, None, stride, replicate=True))
     return layers
 
 
@@ -214,7 +189,7 @@ def decoder(config: MimiConfig, take: Take) -> list[Layer]:
     size, stride = config.hidden_size, config.latent_stride
     weight = take("upsample.conv.weight", size, size // config.upsample_groups, 2 * stride)
     before: list[Layer] = [
-        Upsample.of(weight, None, config.upsample_groups),
+        Upsample(weight, None, config.upsample_groups),
         _transformer(config, take, "decoder_transformer"),
     ]
     filters = config.num_filters * 2 ** len(config.upsampling_ratios)
@@ -223,7 +198,7 @@ def decoder(config: MimiConfig, take: Take) -> list[Layer]:
         layers.append(ELU)
         name = f"decoder.layers.{len(layers)}.conv"
         weight, bias = take(f"{name}.weight", filters, filters // 2, 2 * ratio), take(f"{name}.bias", filters // 2)
-        layers.append(Upsample.of(weight, bias))
+        layers.append(Upsample(weight, bias))
         filters //= 2
         for depth in range(config.num_residual_layers):
             layers.append(_residual(config, take, f"decoder.layers.{len(layers)}", filters, depth))
@@ -236,7 +211,7 @@ def _conv(
     config: MimiConfig, take: Take, name: str, inputs: int, outputs: int, kernel: int, stride: int = 1, dilation: int = 1
 ) -> Conv:
     weight, bias = take(f"{name}.conv.weight", outputs, inputs, kernel), take(f"{name}.conv.bias", outputs)
-    return Conv.of(weight, bias, stride, dilation, replicate=config.pad_mode == "replicate")
+    return Conv(weight, bias, stride, dilation, replicate=config.pad_mode == "replicate")
 
 
 def _residual(config: MimiConfig, take: Take, name: str, size: int, depth: int) -> Residual:
@@ -244,7 +219,7 @@ def _residual(config: MimiConfig, take: Take, name: str, size: int, depth: int) 
     wide = _conv(config, take, f"{name}.block.1", size, inside, kernel, dilation=dilation)
     narrow = _conv(config, take, f"{name}.block.3", inside, size, 1)
     shortcut = _conv(config, take, f"{name}.shortcut", size, size, 1) if config.use_conv_shortcut else None
-    return Residual((ELU, wide, ELU, narrow), shortcut)
+    return Residual([ELU, wide, ELU, narrow], shortcut)
 
 
 def _transformer(config: MimiConfig, take: Take, name: str) -> Transformer:
@@ -252,7 +227,7 @@ def _transformer(config: MimiConfig, take: Take, name: str) -> Transformer:
     device = blocks[0].out.device
     half = torch.arange(0, config.head_size, 2, dtype=torch.float32, device=device) / config.head_size
     return Transformer(
-        tuple(blocks),
+        blocks,
         config.num_attention_heads,
         config.num_key_value_heads,
         config.sliding_window,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecBatch, CodecStream
-from omni.codec.streaming import Layer, after, steps_of
-from omni.codec.streams import LayerTiming, RowPlan, StreamRow, Streams, on_device
+from omni.codec.streams import Network, StreamRow, Streams, on_device
 from omni.errors import UserError
 from omni.files import refuse_pointer
 
@@ -29,14 +28,12 @@ class NetworkCodec(AudioCodec):
     """
 
     takes_threads = True
-    _decoder: Sequence[Layer]
-    _latent_rate: int
-    """Positions of the latents in a frame."""
+    _decoder: Network
     _together = 8
     """Streams that pass through the layers together on a CPU: more do not fit its caches."""
 
     def exact_samples(self, frames: int) -> int:
-        rate, lag = after(self._decoder, LayerTiming(self._latent_rate, 0))
+        rate, lag = self._decoder.end
         return max(0, frames * rate - lag)
 
     def decode(self, codes: Tensor, seed: int = 0) -> Tensor:
@@ -52,7 +49,7 @@ class NetworkCodec(AudioCodec):
 
     def streams(self, chunk: int = 1) -> Streams:
         """No streams yet; `chunk` is the largest number of frames of one call."""
-        return streams_of(self._decoder, self._latent_rate, self.device, chunk)
+        return Streams(self._decoder, self.device, chunk)
 
     def _whole(self, codes: Tensor, seed: int, chunk: int) -> Tensor:
         codes = self.check(codes)
@@ -71,7 +68,7 @@ class NetworkCodec(AudioCodec):
 
     def _end(self, streams: Streams, rows: Sequence[StreamRow]) -> list[Tensor]:
         """Sounds `[S]` that are left at the end."""
-        if after(self._decoder, LayerTiming(self._latent_rate, 0)).lag == 0:
+        if self._decoder.end.lag == 0:
             return [torch.empty(0, dtype=torch.float32, device=self.device)] * len(rows)
         empty = torch.empty(len(rows), len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
         return [self._heard(sound[:, 0]) for sound in streams.run(rows, self.latents(empty), 0, last=True)]
@@ -82,7 +79,7 @@ class NetworkCodec(AudioCodec):
 
     @abstractmethod
     def latents(self, codes: Tensor) -> Tensor:
-        """The decoder's input `[N, F * _latent_rate, C]` of checked codes `[N, K, F]`."""
+        """The decoder's input `[N, T, C]` of checked codes `[N, K, F]`."""
 
 
 class NetworkStream(CodecStream):
@@ -122,7 +119,7 @@ class NetworkBatch(CodecBatch):
     def _push(self, states: Sequence[StreamRow], codes: Tensor) -> list[Tensor | Exception]:
         parts: list[list[Tensor]] = [[] for _ in states]
         for group in self._groups(states):
-            chosen = codes if group == list(range(len(states))) else codes[self._index(group)]
+            chosen = codes if group == list(range(len(states))) else codes[on_device(torch.tensor(group), codes.device)]
             rows = [states[n] for n in group]
             for frame in chosen.split(1, dim=2):
                 for n, sound in zip(group, self.codec._pass(self._streams, rows, frame), strict=True):
@@ -145,15 +142,6 @@ class NetworkBatch(CodecBatch):
         size = self.codec._together if self.codec.device.type == "cpu" else len(order)
         for first in range(0, len(order), size):
             yield order[first : first + size]
-
-    def _index(self, group: Sequence[int]) -> Tensor:
-        return on_device(torch.tensor(group), self.codec.device)
-
-
-def streams_of(layers: Sequence[Layer], rate: int, device: torch.device, chunk: int = 1) -> Streams:
-    """Streams of a network with `rate` inputs a frame, of up to `chunk` frames a call."""
-    plan, timing = RowPlan(chunk), LayerTiming(rate, 0)
-    return Streams(steps_of(layers, timing, plan), plan, after(layers, timing), device)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +46,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from omni.codec.network import NetworkCodec, read_settings
-from omni.codec.streaming import Activation, Conv, Layer, Residual, Upsample
-from omni.codec.streams import LayerTiming, RowPlan, StreamCall, StreamStep
+from omni.codec.streaming import Activation, Conv, Residual, Upsample
+from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
 from omni.errors import PackageError, UserError, closest
 from omni.files import refuse_pointer
 
@@ -83,12 +83,12 @@ class SnacCodec(NetworkCodec):
             if parametrize.is_parametrized(module, "weight"):
                 parametrize.remove_parametrizations(module, "weight")
         self._model = model.eval().requires_grad_(False).to(device, torch.float32)
-        self._decoder = decoder(self._model.decoder.model)
+        layers = [_layer(module, number) for number, module in enumerate(_flat(self._model.decoder.model))]
+        self.strides: tuple[int, ...] = tuple(self._model.vq_strides)
+        self._decoder = Network(layers, self.strides[0])
         del self._model.decoder
         self.device = torch.device(device)
         self.sample_rate = int(self._model.sampling_rate)
-        self.strides: tuple[int, ...] = tuple(self._model.vq_strides)
-        self._latent_rate = self.strides[0]
         self.frame_samples = int(self._model.hop_length) * self.strides[0]
         self.codebook_sizes = (int(self._model.codebook_size),) * len(stream_levels(self.strides))
         # The lag is constant, so the first frame gives it for all.
@@ -210,14 +210,6 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def decoder(model: Any) -> list[Layer]:
-    """Layers from latents `[N, T, C]` to sound `[N, S, 1]` of a decoder of the package, whose weights they copy or share.
-
-    Raises UserError for a decoder with attention, which mixes windows of frames and has no exact stream.
-    """
-    return [_layer(module, number) for number, module in enumerate(_flat(model))]
-
-
 def _flat(model: Any) -> Iterator[nn.Module]:
     """The package's modules in order, with the blocks of the upsampling stages flattened."""
     from snac.layers import DecoderBlock
@@ -234,15 +226,15 @@ def _layer(module: Any, number: int) -> Layer:
         alpha = module.alpha.detach().flatten()
         return Activation(functools.partial(snake, alpha, (alpha + 1e-9).reciprocal()))
     if isinstance(module, ResidualUnit):
-        return Residual(tuple(_layer(part, number) for part in module.block))
+        return Residual([_layer(part, number) for part in module.block])
     if isinstance(module, NoiseBlock):
         return Noise(_layer(module.linear, number), number)  # type: ignore[arg-type]
     if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)):
         weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
         if isinstance(module, nn.ConvTranspose1d):
-            return Upsample.of(weight, bias, cut=math.ceil(module.stride[0] / 2))
+            return Upsample(weight, bias, cut=math.ceil(module.stride[0] / 2))
         (dilation,), ahead = module.dilation, (module.kernel_size[0] - 1) * module.dilation[0] // 2
-        return Conv.of(weight, bias, dilation=dilation, groups=module.groups, ahead=ahead)
+        return Conv(weight, bias, dilation=dilation, groups=module.groups, ahead=ahead)
     if isinstance(module, nn.Tanh):
         return Activation(torch.tanh)
     raise UserError(
@@ -257,29 +249,20 @@ def snake(alpha: Tensor, inverse: Tensor, x: Tensor) -> Tensor:
     return torch.addcmul(x, y, inverse, out=y)
 
 
-class Noise(NamedTuple):
-    """Adds noise in proportion to a projection of the signal; `number` keys the noise of the layer."""
+class Noise(Layer):
+    """Adds noise in proportion to a projection of the signal, keyed by the layer's `number` and the absolute position."""
 
-    linear: Conv
-    number: int
+    def __init__(self, linear: Conv, number: int) -> None:
+        self.linear, self.number = linear, number
 
-    def after(self, timing: LayerTiming) -> LayerTiming:
+    def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
+        self.timing, self.key = timing, len(network.words)
+        network.words.append(functools.partial(noise_key, self.number))
         return timing
 
-    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
-        return _NoiseStep(self, timing, plan)
-
-
-class _NoiseStep:
-    """Streams a `Noise`: the noise is keyed by absolute position."""
-
-    def __init__(self, layer: Noise, timing: LayerTiming, plan: RowPlan) -> None:
-        self._linear, self._timing = layer.linear, timing
-        self._key = plan.key(functools.partial(noise_key, layer.number))
-
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        noise = keyed_noise(call.key(self._key), call.positions(self._timing, x.shape[1]))
-        return torch.addcmul(x, noise[..., None], self._linear(x))
+        noise = keyed_noise(call.key(self.key), call.positions(self.timing, x.shape[1]))
+        return torch.addcmul(x, noise[..., None], self.linear.outputs(x))
 
 
 _WORD = 0xFFFFFFFF

@@ -11,58 +11,24 @@ Lags are constant, so streams of any age pass through a layer in one call: in th
 positions below 0, y-3 to y-1 here. They are left out where all streams of the call have them, and are otherwise zeroed before
 a layer that keeps positions, which must find there what the whole network pads with.
 
-A *layer* holds weights; `layer.step(timing, plan)` makes a *step*, which knows its timing in a network, and which numbers of a
-stream are its own (`omni/codec/streams.py` holds them). Tensors are `[N, T, C]`: N streams, T positions, C channels; T may be
-0. Positions come before channels: what is kept is then contiguous, and neither transposed nor depthwise convolutions reorder
-memory. Matrices are stored [out, in].
+A layer has one place in one network: it knows its timing there, and which numbers of a stream's row are its own
+(`omni/codec/streams.py` holds them). Tensors are `[N, T, C]`: N streams, T positions, C channels; T may be 0. Positions come
+before channels: what is kept is then contiguous, and neither transposed nor depthwise convolutions reorder memory. Matrices are
+stored [out, in].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.streams import LayerTiming, RowPlan, StreamCall, StreamStep
+from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
 
 SLICE = 2**18
 """Numbers in one slice of a matrix: slices that fit a core's cache make products with few positions faster."""
-
-
-class Layer(Protocol):
-    """The weights of one layer."""
-
-    def after(self, timing: LayerTiming) -> LayerTiming:
-        """The timing of the next layer, if this one has `timing`."""
-
-    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
-        """This layer within a network, with what it keeps reserved in `plan`."""
-
-
-def run(steps: Sequence[StreamStep], x: Tensor, call: StreamCall) -> Tensor:
-    """Passes the next inputs through the steps."""
-    for step in steps:
-        x = step(x, call)
-    return x
-
-
-def after(layers: Sequence[Layer], timing: LayerTiming) -> LayerTiming:
-    """The timing behind the last layer, if the first has `timing`."""
-    for layer in layers:
-        timing = layer.after(timing)
-    return timing
-
-
-def steps_of(layers: Sequence[Layer], timing: LayerTiming, plan: RowPlan) -> list[StreamStep]:
-    """The steps of layers that follow each other."""
-    steps = []
-    for layer in layers:
-        steps.append(layer.step(timing, plan))
-        timing = layer.after(timing)
-    return steps
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,39 +51,28 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
-class Activation(NamedTuple):
+class Activation(Layer):
     """A function of each position."""
 
-    function: Callable[[Tensor], Tensor]
-
-    def after(self, timing: LayerTiming) -> LayerTiming:
-        return timing
-
-    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
-        return self
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.function = function
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         return self.function(x)
 
 
-class Conv(NamedTuple):
+class Conv(Layer):
     """A convolution as one matrix product, `weight` [Cout, k * C]; with groups, `weight` [Cout, C / groups, 1, k].
 
-    `bias` is [Cout] or None. With `replicate`, what is before the first input repeats it instead of being zero.
+    Args:
+        weight: as it is stored, [Cout, C / groups, k].
+        bias: [Cout] or None.
+        groups: with more than one the stride is 1.
+        replicate: what is before the first input repeats it instead of being zero.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-    kernel: int
-    stride: int
-    dilation: int
-    groups: int
-    ahead: int
-    replicate: bool
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         weight: Tensor,
         bias: Tensor | None,
         stride: int = 1,
@@ -126,32 +81,34 @@ class Conv(NamedTuple):
         *,
         ahead: int = 0,
         replicate: bool = False,
-    ) -> Conv:
-        """Makes the layer from a stored weight [Cout, C / groups, k]; with groups, its stride is 1."""
-        kernel = weight.shape[2]
+    ) -> None:
+        self.bias, self.stride, self.dilation, self.groups, self.ahead = bias, stride, dilation, groups, ahead
+        self.replicate = replicate
+        self.inputs, self.kernel = weight.shape[1] * groups, weight.shape[2]
+        self.span = (self.kernel - 1) * dilation + 1  # positions that one output sees
         if groups == 1:
-            weight = weight.transpose(1, 2).flatten(1).contiguous()
+            self.weight = weight.transpose(1, 2).flatten(1).contiguous()
         else:
-            weight = weight[:, :, None].contiguous(memory_format=torch.channels_last)
-        return cls(weight, bias, kernel, stride, dilation, groups, ahead, replicate)
+            self.weight = weight[:, :, None].contiguous(memory_format=torch.channels_last)
 
-    @property
-    def span(self) -> int:
-        """Positions that one output sees."""
-        return (self.kernel - 1) * self.dilation + 1
+    def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
+        self.timing = timing
+        self.after = LayerTiming(timing.rate // self.stride, (timing.lag + self.ahead) // self.stride)
+        if self.span > self.stride:
+            self.own = network.keep(self.span - self.stride, self.inputs)
+        return self.after
 
-    @property
-    def inputs(self) -> int:
-        """Channels of the input."""
-        return self.weight.shape[1] * self.groups if self.groups > 1 else self.weight.shape[1] // self.kernel
+    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
+        if self.span <= self.stride:
+            return self.outputs(x)
+        x = call.joined(self.own, x, self.timing, self.ahead, self.replicate)
+        count = (x.shape[1] - (self.span - self.stride)) // self.stride
+        early = call.early(self.after, count)
+        if early == count:
+            return x.new_empty(x.shape[0], 0, self.weight.shape[0])
+        return self.outputs(x[:, early * self.stride :] if early else x)
 
-    def after(self, timing: LayerTiming) -> LayerTiming:
-        return LayerTiming(timing.rate // self.stride, (timing.lag + self.ahead) // self.stride)
-
-    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
-        return _ConvStep(self, timing, plan) if self.span > self.stride else Activation(self.__call__)
-
-    def __call__(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Tensor) -> Tensor:
         """Outputs `[N, T, Cout]` of inputs `[N, span - stride + T * stride, C]`."""
         if self.groups > 1:
             image = x[:, None].permute(0, 3, 1, 2)  # [N, C, 1, T] in channels-last order, as it is in memory
@@ -168,106 +125,66 @@ class Conv(NamedTuple):
         return product(x, self.weight, self.bias)
 
 
-class _ConvStep:
-    """Streams a `Conv`."""
-
-    def __init__(self, layer: Conv, timing: LayerTiming, plan: RowPlan) -> None:
-        self._layer, self._timing, self._after = layer, timing, layer.after(timing)
-        self._own = plan.keep(layer.span - layer.stride, layer.inputs)
-
-    def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        layer = self._layer
-        x = call.joined(self._own, x, self._timing, layer.ahead, layer.replicate)
-        count = (x.shape[1] - (layer.span - layer.stride)) // layer.stride
-        early = call.early(self._after, count)
-        if early == count:
-            return x.new_empty(x.shape[0], 0, layer.weight.shape[0])
-        return layer(x[:, early * layer.stride :] if early else x)
-
-
-class Upsample(NamedTuple):
+class Upsample(Layer):
     """A transposed convolution of kernel 2 r and stride r as one matrix product.
 
     Input t reaches two blocks of r outputs, t and t + 1; so block t is the product of inputs t and t - 1, side by side, with
-    a matrix: `weight` [r * Cout, 2 * C] and `bias` [r * Cout]. The first `cut` outputs are left out: a stream lags by them.
+    a matrix: `weight` [r * Cout, 2 * C] and `bias` [r * Cout].
+
+    Args:
+        weight: as it is stored, [C, Cout / groups, 2 r]; groups become the blocks of a block-diagonal matrix.
+        bias: [Cout] or None.
+        cut: how many of the first outputs are left out: a stream lags by them, and the last ones come with its end.
     """
 
-    weight: Tensor
-    bias: Tensor
-    rate: int
-    cut: int
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, groups: int = 1, cut: int = 0) -> Upsample:
-        """Makes the layer from a stored weight [C, Cout / groups, 2 r]; groups become the blocks of a block-diagonal matrix."""
-        rate = weight.shape[2] // 2
-        dense = weight.new_zeros(groups, weight.shape[0] // groups, groups, weight.shape[1], 2 * rate)
+    def __init__(self, weight: Tensor, bias: Tensor | None, groups: int = 1, cut: int = 0) -> None:
+        self.rate, self.cut, self.inputs = weight.shape[2] // 2, cut, weight.shape[0]
+        dense = weight.new_zeros(groups, weight.shape[0] // groups, groups, weight.shape[1], 2 * self.rate)
         every = torch.arange(groups, device=weight.device)
         dense[every, :, every] = weight.unflatten(0, (groups, -1))
         dense = dense.flatten(2, 3).flatten(0, 1)  # [C, Cout, 2 r]
-        this, previous = dense[..., :rate], dense[..., rate:]
-        matrix = torch.cat([this, previous]).permute(2, 1, 0).flatten(0, 1).contiguous()
-        bias = matrix.new_zeros(matrix.shape[0]) if bias is None else bias.repeat(rate)
-        return cls(matrix, bias, rate, cut)
+        this, previous = dense[..., : self.rate], dense[..., self.rate :]
+        self.weight = torch.cat([this, previous]).permute(2, 1, 0).flatten(0, 1).contiguous()
+        self.bias = weight.new_zeros(self.weight.shape[0]) if bias is None else bias.repeat(self.rate)
 
-    @property
-    def inputs(self) -> int:
-        """Channels of the input."""
-        return self.weight.shape[1] // 2
-
-    def after(self, timing: LayerTiming) -> LayerTiming:
-        return LayerTiming(timing.rate * self.rate, timing.lag * self.rate + self.cut)
-
-    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
-        return _UpsampleStep(self, timing, plan)
-
-
-class _UpsampleStep:
-    """Streams an `Upsample`: r outputs an input, of which the last `cut` come with the end."""
-
-    def __init__(self, layer: Upsample, timing: LayerTiming, plan: RowPlan) -> None:
-        self._layer, self._timing, self._after = layer, timing, layer.after(timing)
-        self._own = plan.keep(1, layer.inputs)
+    def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
+        self.timing, self.own = timing, network.keep(1, self.inputs)
+        self.after = LayerTiming(timing.rate * self.rate, timing.lag * self.rate + self.cut)
+        return self.after
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        weight, bias, rate, cut = self._layer
-        x = call.joined(self._own, x, self._timing, ahead=1)
+        x = call.joined(self.own, x, self.timing, ahead=1)
         pairs = torch.cat([x[:, 1:], x[:, :-1]], dim=2)
-        y = product(pairs, weight, bias).view(x.shape[0], pairs.shape[1] * rate, bias.numel() // rate)
+        y = product(pairs, self.weight, self.bias)
+        y = y.view(x.shape[0], pairs.shape[1] * self.rate, self.bias.numel() // self.rate)
         if call.last:
-            y = y[:, : y.shape[1] - (rate - cut)]
-        early = call.early(self._after, y.shape[1])
+            y = y[:, : y.shape[1] - (self.rate - self.cut)]
+        early = call.early(self.after, y.shape[1])
         return y[:, early:] if early else y
 
 
-class Residual(NamedTuple):
-    """`shortcut(x) + inner(x)`; None as `shortcut` is the identity."""
+class Residual(Layer):
+    """`shortcut(x) + inner(x)`, the shortcut delayed by the lag of the inner layers; None as `shortcut` is the identity."""
 
-    inner: tuple[Layer, ...]
-    shortcut: Conv | None = None
+    def __init__(self, inner: Sequence[Layer], shortcut: Conv | None = None) -> None:
+        self.inner, self.shortcut = inner, shortcut
 
-    def after(self, timing: LayerTiming) -> LayerTiming:
-        return after(self.inner, timing)
-
-    def step(self, timing: LayerTiming, plan: RowPlan) -> StreamStep:
-        return _ResidualStep(self, timing, plan)
-
-
-class _ResidualStep:
-    """Streams a `Residual`: the shortcut is delayed by the lag of the inner layers."""
-
-    def __init__(self, layer: Residual, timing: LayerTiming, plan: RowPlan) -> None:
-        self._inner = steps_of(layer.inner, timing, plan)
-        self._shortcut = [] if layer.shortcut is None else [layer.shortcut.step(timing, plan)]
-        self._lag = layer.after(timing).lag - timing.lag
-        if self._lag:
-            channels = next(part.inputs for part in layer.inner if isinstance(part, Conv))
-            self._own = plan.keep(self._lag, channels)
+    def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
+        after = network.place(self.inner, timing)
+        if self.shortcut is not None:
+            self.shortcut.place(timing, network)
+        self.lag = after.lag - timing.lag
+        if self.lag:
+            self.own = network.keep(self.lag, next(part.inputs for part in self.inner if isinstance(part, Conv)))
+        return after
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        y = run(self._inner, x, call)
-        x = run(self._shortcut, x, call)
-        if self._lag:
-            x = call.delayed(self._own, x)
+        y = x
+        for layer in self.inner:
+            y = layer(y, call)
+        if self.shortcut is not None:
+            x = self.shortcut(x, call)
+        if self.lag:
+            x = call.delayed(self.own, x)
         # Outputs that are not there are the first ones, in both.
         return y.add_(x[:, x.shape[1] - y.shape[1] :])

@@ -6,11 +6,15 @@ memory; for others their rows are gathered and written back. A new stream's row 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from omni.model.kv_cache import KVCache
 
 
 class LayerTiming(NamedTuple):
@@ -21,41 +25,46 @@ class LayerTiming(NamedTuple):
 
 
 class RowPart(NamedTuple):
-    """The numbers of a row that are one step's: `positions` by channels."""
+    """The numbers of a row that are one layer's: `positions` by channels."""
 
     start: int
     stop: int
     positions: int
 
 
-class StreamStep(Protocol):
-    """One layer within a network."""
+class Layer(ABC):
+    """One layer, with its weights, which streams once it has its place in a network."""
 
+    def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
+        """Takes its place, where inputs have `timing`, and reserves what it keeps; returns the timing of its outputs."""
+        return timing
+
+    @abstractmethod
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         """Takes the next inputs `x` `[N, T, C]` of the call's streams; returns the outputs that became exact."""
 
 
-class RowStore(Protocol):
-    """State that a step holds in memory of its own, with the same rows."""
+class Network:
+    """Layers that follow each other, the first with `rate` inputs a frame, and what a stream's row holds for them.
 
-    def resize(self, rows: int, used: int) -> None:
-        """Make room for `rows` streams, and keep the first `used`."""
+    Attributes:
+        end: timing behind the last layer.
+        size: numbers of a row.
+        words: for each key the function of a stream's seed that makes its 4 integers.
+        caches: functions that make the cache of a layer that attends, of a number of rows and of frames of one call.
+    """
 
-    def clear(self, row: int) -> None:
-        """Forget what a row holds."""
-
-    def move(self, source: int, target: int) -> None:
-        """Copy a row."""
-
-
-class RowPlan:
-    """Gathers what the steps of a network keep; `chunk` is the largest number of frames of one call."""
-
-    def __init__(self, chunk: int = 1) -> None:
-        self.chunk = chunk
-        self.size = 0
+    def __init__(self, layers: Sequence[Layer], rate: int) -> None:
+        self.layers, self.size = layers, 0
         self.words: list[Callable[[int], Sequence[int]]] = []
-        self.stores: list[RowStore] = []
+        self.caches: list[Callable[[int, int], KVCache]] = []
+        self.end = self.place(layers, LayerTiming(rate, 0))
+
+    def place(self, layers: Sequence[Layer], timing: LayerTiming) -> LayerTiming:
+        """Gives layers that follow each other their places; returns the timing behind the last."""
+        for layer in layers:
+            timing = layer.place(timing, self)
+        return timing
 
     def keep(self, positions: int, channels: int) -> RowPart:
         """Reserves numbers of a row."""
@@ -63,36 +72,44 @@ class RowPlan:
         self.size += positions * channels
         return RowPart(start, self.size, positions)
 
-    def key(self, words: Callable[[int], Sequence[int]]) -> int:
-        """Reserves the integers that `words` makes of a stream's seed, 4 of them; returns their number among all."""
-        self.words.append(words)
-        return len(self.words) - 1
-
 
 class StreamCall:
     """One pass of some streams through a network.
 
     Args:
-        state: rows `[N, size]` of the steps' state, which they change.
+        state: rows `[N, size]` of the layers' state, which they change.
         words: rows `[N, 1 + 4 * keys]` of int64: the frames before this call, then each key.
-        rows: number of each row in the stores.
+        caches: of all streams.
+        rows: number of each row in the caches.
         begun: the frames before this call, as the host knows them.
         frames: of this call; at the end of streams (`last`) none.
         reach: frames after which no layer has outputs before a stream's start.
     """
 
     def __init__(
-        self, state: Tensor, words: Tensor, rows: list[int], begun: list[int], frames: int, last: bool, reach: int
+        self,
+        state: Tensor,
+        words: Tensor,
+        caches: list[KVCache],
+        rows: list[int],
+        begun: list[int],
+        frames: int,
+        last: bool,
+        reach: int,
     ) -> None:
-        self.rows, self.frames, self.last = rows, frames, last
-        self._state, self._words = state, words
+        self.frames, self.last = frames, last
+        self._state, self._words, self._caches, self._rows = state, words, caches, rows
         self._fresh = [row for row, count in enumerate(begun) if count == 0]
         self._young = [(row, count) for row, count in enumerate(begun) if count < reach]
-        self._oldest = max(begun)
-        self._reach = reach
+        self._oldest, self._reach = max(begun), reach
+
+    def cache(self, number: int) -> KVCache:
+        """The rows of this call in a cache."""
+        cache = self._caches[number]
+        return cache if len(self._rows) == cache.rows else cache.select(self._rows)
 
     def positions(self, timing: LayerTiming, count: int) -> Tensor:
-        """Positions `[N, count]` (int64) of a step's inputs, where `count` of them came."""
+        """Positions `[N, count]` (int64) of a layer's inputs, where `count` of them came."""
         first = self._missing(timing, count) - timing.lag
         device = self._words.device
         return self._words[:, :1] * timing.rate + torch.arange(first, first + count, device=device)
@@ -102,7 +119,7 @@ class StreamCall:
         return self._words[:, 1 + 4 * number : 5 + 4 * number]
 
     def early(self, timing: LayerTiming, count: int) -> int:
-        """How many of the first of `count` outputs are before the start of every stream; `timing` is that behind the step."""
+        """How many of the first of `count` outputs are before the start of every stream; `timing` is that behind the layer."""
         if self._oldest >= self._reach:
             return 0
         return self._before(timing, count, self._oldest)
@@ -135,7 +152,7 @@ class StreamCall:
 
     def starts(self, timing: LayerTiming, count: int) -> list[int]:
         """For each stream, how many of the first of `count` outputs are before its start."""
-        starts = [0] * len(self.rows)
+        starts = [0] * len(self._rows)
         for row, begun in self._young:
             starts[row] = self._before(timing, count, begun)
         return starts
@@ -159,14 +176,15 @@ class StreamRow:
 
 
 class Streams:
-    """The streams of a network of `steps` that were made with `plan`; `end` is the timing behind the last one."""
+    """The streams of a network; `chunk` is the largest number of frames of one call."""
 
-    def __init__(self, steps: Sequence[StreamStep], plan: RowPlan, end: LayerTiming, device: torch.device) -> None:
-        self._steps, self._plan, self._end = steps, plan, end
-        self._reach = -(-end.lag // end.rate)
+    def __init__(self, network: Network, device: torch.device, chunk: int = 1) -> None:
+        self._network, self._chunk = network, chunk
+        self._reach = -(-network.end.lag // network.end.rate)
         self._rows: list[StreamRow] = []
-        self._state = torch.empty(0, plan.size, dtype=torch.float32, device=device)
-        self._words = torch.empty(0, 1 + 4 * len(plan.words), dtype=torch.long, device=device)
+        self._state = torch.empty(0, network.size, dtype=torch.float32, device=device)
+        self._words = torch.empty(0, 1 + 4 * len(network.words), dtype=torch.long, device=device)
+        self._caches = [make(0, chunk) for make in network.caches]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -177,10 +195,10 @@ class Streams:
         if row.number == len(self._state):
             self._resize(max(1, 2 * row.number))
         self._state[row.number].zero_()
-        words = [0, *(word for key in self._plan.words for word in key(seed))]
+        words = [0, *(word for key in self._network.words for word in key(seed))]
         self._words[row.number] = on_device(torch.tensor(words), self._words.device)
-        for store in self._plan.stores:
-            store.clear(row.number)
+        for cache in self._caches:
+            cache.reset([row.number])
         self._rows.append(row)
         return row
 
@@ -191,8 +209,8 @@ class Streams:
             self._rows[row.number] = last
             for memory in (self._state, self._words):
                 memory[row.number] = memory[last.number]
-            for store in self._plan.stores:
-                store.move(last.number, row.number)
+            for cache in self._caches:
+                cache.copy_row(last.number, row.number)
             last.number = row.number
         if 4 * len(self._rows) <= len(self._state) > 1:
             self._resize(len(self._state) // 2)
@@ -210,9 +228,10 @@ class Streams:
         else:
             index = on_device(torch.tensor(indices), self._state.device)
             kept, words = self._state[index], self._words[index]
-        call = StreamCall(kept, words, indices, [row.frames for row in rows], frames, last, self._reach)
-        for step in self._steps:
-            x = step(x, call)
+        begun = [row.frames for row in rows]
+        call = StreamCall(kept, words, self._caches, indices, begun, frames, last, self._reach)
+        for layer in self._network.layers:
+            x = layer(x, call)
         if not last:
             words[:, 0].add_(frames)
             if index is not None:
@@ -220,18 +239,16 @@ class Streams:
                 self._words.index_copy_(0, index, words)
             for row in rows:
                 row.frames += frames
-        starts = call.starts(self._end, x.shape[1])
+        starts = call.starts(self._network.end, x.shape[1])
         return [own[start:] for own, start in zip(x, starts, strict=True)]
 
     def _resize(self, rows: int) -> None:
-        used = len(self._rows)
-        for name in ("_state", "_words"):
-            old = getattr(self, name)
-            new = old.new_zeros(rows, old.shape[1])
-            new[:used] = old[:used]
-            setattr(self, name, new)
-        for store in self._plan.stores:
-            store.resize(rows, used)
+        used, state, words, caches = len(self._rows), self._state, self._words, self._caches
+        self._state, self._words = (old.new_zeros(rows, old.shape[1]) for old in (state, words))
+        self._state[:used], self._words[:used] = state[:used], words[:used]
+        self._caches = [make(rows, self._chunk) for make in self._network.caches]
+        for cache, old in zip(self._caches, caches, strict=True):
+            cache.take(old, used)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:

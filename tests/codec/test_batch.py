@@ -239,8 +239,7 @@ def test_memory_follows_the_number_of_streams(name: str) -> None:
 
     def held() -> int:
         streams = batch._streams
-        stores = [store._cache.rows for store in streams._plan.stores]
-        assert all(rows == len(streams._state) for rows in stores)
+        assert all(cache.rows == len(streams._state) for cache in streams._caches)
         return len(streams._state)
 
     streams = [batch.open() for _ in range(33)]

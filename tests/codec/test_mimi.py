@@ -104,7 +104,7 @@ def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
     for frames in (1, 40):
         stream.push(random_codes(pair.codec, frames))
         streams = vars(stream)["_streams"]  # whole storages: views count for all they keep alive
-        held = [streams._state, streams._words, *(vars(store)["_cache"] for store in streams._plan.stores)]
+        held = [streams._state, streams._words, *streams._caches]
         kept.append(len(pickle.dumps([vars(one) if hasattr(one, "__dict__") else one for one in held])))
     assert kept[1] - kept[0] < 64  # digits of the position
 

@@ -108,7 +108,7 @@ def test_decoding_equals_the_packages_without_noise(config: dict[str, Any], fram
 def test_decoding_equals_the_packages_with_the_same_noise(config: dict[str, Any]) -> None:
     model, codec = pair(config)
     codes = random_codes(codec, 9)
-    keys = iter([layer.number for layer in codec._decoder if isinstance(layer, Noise)])
+    keys = iter([layer.number for layer in codec._decoder.layers if isinstance(layer, Noise)])
 
     def give_noise(block: NoiseBlock, key: int) -> None:
         def forward(x: Tensor) -> Tensor:
