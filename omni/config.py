@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, PlainValidator, PositiveFloat
 
-from omni.codec.registry import check_codec_name
+from omni.codec.registry import CODECS
 from omni.encoder.config import ENCODERS, EncoderConfig
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
@@ -197,7 +197,7 @@ def from_dict(config_type: type[T], data: Any, where: str = "config") -> T:
     """
     config = validate(config_type, data, lambda path: f"{where}: ")
     if isinstance(config, ModelConfig):
-        check_codec_name(config.codec, f"{where}.codec")
+        CODECS.find(config.codec, f"{where}.codec")
     return config
 
 

@@ -222,13 +222,14 @@ class CodecStream(ABC):
 
     def finish(self) -> Tensor:
         """Ends the stream and returns the remaining samples `[n]`; a second call returns none."""
-        flush = not self.finished and self.pushed > 0
-        self.finished = True
-        with self.codec._plain(), named(f"codec {self.codec.name}"):
-            rest = self._finish() if flush else self._nothing()
+        if self.finished or not self.pushed:
+            self.finished = True
+            return self._nothing()
+        self.finished, name = True, self.codec.name
+        with self.codec._plain(), named(f"codec {name}"):
+            rest = self._finish()
             made, whole = self.returned + len(rest), self.pushed * self.codec.frame_samples
-        if flush and made != whole:
-            name = self.codec.name
+        if made != whole:
             raise UserError(f"{name} made {made} samples of {self.pushed} frames; its frame_samples asks for {whole}")
         return rest
 
@@ -246,11 +247,10 @@ class CodecStream(ABC):
 
 @dataclass
 class Decoding:
-    """An open stream of a batch: its decoder's state, and the frames and samples that it has taken and returned."""
+    """An open stream of a batch: its decoder's state, and the frames that it has taken."""
 
     state: Any
     pushed: int = 0
-    returned: int = 0
 
 
 class CodecBatch(ABC):
@@ -285,23 +285,21 @@ class CodecBatch(ABC):
         return number
 
     def push(self, streams: Sequence[int], codes: Tensor) -> list[Tensor | Exception]:
-        """Takes the next frames of N streams, `codes` `[N, K, f]`; returns the samples of each that became exact, maybe none.
+        """Takes the next frames of N different streams, `codes` `[N, K, f]`; returns the samples of each that became exact.
 
         A failure of one stream stands in its place, and the stream is closed: codes out of range, a sound that is not finite, a
-        stream that is not open. Raises UserError for a call that is wrong as a whole: another shape or type, a stream twice.
+        stream that is not open. Raises UserError for codes of another shape or type.
         """
-        self._check_streams(streams)
         if codes.ndim != 3 or len(codes) != len(streams):
             n, name = len(streams), self.codec.name
             raise UserError(f"{n} {name} streams take codes [{n}, codebooks, frames], not {list(codes.shape)}")
+        results = self._absent(streams)
         with self._beside():
-            joined = _joined(codes)
-            self.codec.check(joined[:, :0])  # number of codebooks, and type
+            self.codec.check(_joined(codes[..., :0]))  # number of codebooks, and type
             try:
-                checked = self.codec.check(joined)
-                results: dict[int, Tensor | Exception] = {s: self._absent(s) for s in streams if s not in self._decoding}
+                checked = self.codec.check(_joined(codes))
             except UserError:
-                results = self._misfits(streams, codes)
+                results |= self._misfits(streams, codes)
             fit = [n for n, stream in enumerate(streams) if stream not in results]
             if fit and codes.shape[2]:
                 if len(fit) < len(streams):
@@ -312,9 +310,8 @@ class CodecBatch(ABC):
 
     def finish(self, streams: Sequence[int]) -> list[Tensor | Exception]:
         """Ends streams, and returns the remaining samples of each, or its failure."""
-        self._check_streams(streams)
-        results: dict[int, Tensor | Exception] = {s: self._absent(s) for s in streams if s not in self._decoding}
-        begun = [stream for stream in streams if stream in self._decoding and self._decoding[stream].pushed]
+        results = self._absent(streams)
+        begun = [stream for stream in streams if stream not in results and self._decoding[stream].pushed]
         if begun:
             with self._beside():
                 results |= self._sounds(begun, None)
@@ -335,24 +332,21 @@ class CodecBatch(ABC):
         with self.codec._plain(), torch.cuda.stream(self._gpu) if self._gpu else contextlib.nullcontext():
             yield
 
-    def _check_streams(self, streams: Sequence[int]) -> None:
-        if len(set(streams)) < len(streams):
-            twice = next(stream for n, stream in enumerate(streams) if stream in streams[:n])
-            raise UserError(f"stream {twice} comes twice in one call: give its frames together")
-
-    def _absent(self, stream: int) -> UserError:
-        return UserError(f"{self.codec.name} stream {stream} is not open (finished, closed, or failed): open a new one")
+    def _absent(self, streams: Sequence[int]) -> dict[int, Tensor | Exception]:
+        """Failures of the streams that are not open."""
+        closed = f"{self.codec.name} stream {{}} is not open (finished, closed, or failed): open a new one"
+        return {stream: UserError(closed.format(stream)) for stream in streams if stream not in self._decoding}
 
     def _misfits(self, streams: Sequence[int], codes: Tensor) -> dict[int, Tensor | Exception]:
-        """Failures of streams that are not open or whose codes do not fit; these are closed."""
-        failed: dict[int, Tensor | Exception] = {s: self._absent(s) for s in streams if s not in self._decoding}
+        """Failures of open streams whose codes do not fit; these are closed."""
+        failed: dict[int, Tensor | Exception] = {}
         for stream, own in zip(streams, codes, strict=True):
-            if stream not in failed:
-                try:
+            try:
+                if stream in self._decoding:
                     self.codec.check(own, self._decoding[stream].pushed)
-                except UserError as error:
-                    failed[stream] = error
-                    self.close(stream)
+            except UserError as error:
+                failed[stream] = error
+                self.close(stream)
         return failed
 
     def _sounds(self, streams: Sequence[int], codes: Tensor | None) -> dict[int, Tensor | Exception]:
@@ -363,28 +357,17 @@ class CodecBatch(ABC):
             sounds = _on_host(self._push(states, codes) if codes is not None else self._finish(states))
         except Exception as error:  # a failure of all together: nobody knows what was computed of whom
             sounds = [error] * len(states)
-        results: dict[int, Tensor | Exception] = {}
         finite = _all_finite(sounds)
-        for stream, entry, sound in zip(streams, decoding, sounds, strict=True):
-            if isinstance(sound, Tensor):
-                entry.pushed += 0 if codes is None else codes.shape[2]
-                entry.returned += sound.shape[0]
-                sound = self._judged(entry, sound, finite, ended=codes is None)
-            if isinstance(sound, Exception):
+        for n, (stream, entry) in enumerate(zip(streams, decoding, strict=True)):
+            if not finite and not _all_finite([sounds[n]]):
+                frame = entry.pushed + (0 if codes is None else codes.shape[2]) - 1
+                made = f"{self.codec.name} made a sound that is not finite by frame {frame}"
+                sounds[n] = UserError(f"{made}: its weights are damaged")
+            if isinstance(sounds[n], Exception):
                 self.close(stream)
-            results[stream] = sound
-        return results
-
-    def _judged(self, decoding: Decoding, sound: Tensor, finite: bool, ended: bool) -> Tensor | Exception:
-        """The sound, or what is wrong with it."""
-        name, whole = self.codec.name, decoding.pushed * self.codec.frame_samples
-        if not finite and not _all_finite([sound]):
-            return UserError(f"{name} made a sound that is not finite by frame {decoding.pushed - 1}: its weights are damaged")
-        if ended and decoding.returned != whole:
-            return UserError(
-                f"{name} made {decoding.returned} samples of {decoding.pushed} frames; its frame_samples asks for {whole}"
-            )
-        return sound
+            elif codes is not None:
+                entry.pushed += codes.shape[2]
+        return dict(zip(streams, sounds, strict=True))
 
     @abstractmethod
     def _start(self, seed: int) -> Any:

@@ -85,11 +85,6 @@ def register_codec(
     return add
 
 
-def check_codec_name(name: str, where: str = "") -> None:
-    """UserError, naming the closest, where no codec of that name is registered; the message starts with `where`."""
-    CODECS.find(name, where)
-
-
 def code_orders(name: str) -> Mapping[str, tuple[int, ...]]:
     """Orders other than the model's in which files store a codec's codes; none for a codec that is not registered."""
     return CODECS[name].orders if name in CODECS else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from omni.checkpoint.tensors import FileStamp
-from omni.codec.registry import CODECS, check_codec_name
+from omni.codec.registry import CODECS
 from omni.config import ModelConfig, ProjectorConfig
 from omni.convert import huggingface, mini_omni, parts
 from omni.convert import omni_folder as streamed
@@ -239,7 +239,7 @@ def grow_speech_model(
 def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
     """The layout for a text embedding of `size` rows, and the name of its codec."""
     codec = options.codec or {"mini-omni": "snac", None: "snac"}.get(options.layout, str(options.layout))
-    check_codec_name(codec, "--codec")
+    CODECS.find(codec, "--codec")
     spec = CODECS.find(codec)
     sizes, preset = spec.codebook_sizes, options.layout or spec.layout
     layout = Layout.preset(preset, size) if preset else Layout.build(sizes, size)
