@@ -82,7 +82,6 @@ def samples(*shape: int) -> list[Any]:
 DATA = base64.b64encode(flac(0.2, 300)).decode()
 
 
-@pytest.mark.parametrize("ending", ["jsonl"])
 @pytest.mark.parametrize(
     "recording",
     [
@@ -100,22 +99,18 @@ DATA = base64.b64encode(flac(0.2, 300)).decode()
         [{"array": samples(1600, 1), "sample_rate": 16000.0}],
         "./q.wav",
         ".\\q.wav",
+        "file://",
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_forms_of_a_recording(tmp_path, ending, recording):
+def test_forms_of_a_recording(tmp_path, recording):
     write_tone(tmp_path / "q.wav", 0.2, 300)
-    row = [{"question_audio": recording, "question_text": "a"}]
-    path = write_lines(tmp_path / "a.jsonl", row) if ending == "jsonl" else write_parquet(tmp_path / "a.parquet", row)
-    ((turn,),) = (found.turns for found in rows(path))
-    assert turn.question_audio is not None
+    recording = f"file://{tmp_path}/q.wav" if recording == "file://" else recording
+    (row,) = rows(write_lines(tmp_path / "a.jsonl", [{"question_audio": recording, "question_text": "a"}]))
     if "array" in str(recording):
-        assert turn.question_audio.load(16000).tolist() == samples(1600)
+        assert row.turns[0].question_audio.load(16000).tolist() == samples(1600)
     else:
-        heard(turn.question_audio, 0.2, 300)
-    if ending == "jsonl":
-        file = {"question_audio": f"file://{tmp_path}/q.wav", "question_text": "a"}
-        heard(rows(write_lines(tmp_path / "b.jsonl", [file]))[0].turns[0].question_audio, 0.2, 300)
+        heard(row.turns[0].question_audio, 0.2, 300)
 
 
 @pytest.mark.parametrize(
@@ -175,33 +170,25 @@ def test_tags_of_recordings():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_is_missing(tmp_path, ending, bad):
+@pytest.mark.parametrize(
+    ("format", "row"),
+    [
+        ("table", {"question_audio": "q.wav", "question_text": "a", "id": "i", "speaker": "s", "language": "de"}),
+        ("alpaca", {"instruction": "a", "input": "b", "output": "c", "system": "d"}),
+        ("cuts", {"audio_filepath": "q.wav", "duration": 0.2, "offset": 0.0, "text": "a"}),
+    ],
+)
+def test_nan_is_missing(tmp_path, ending, bad, format, row):
     write_tone(tmp_path / "q.wav", 0.2, 300)
-    kinds: list[tuple[dict[str, Any], list[str]]] = [
-        (
-            {"question_audio": "q.wav", "question_text": "a", "answer_text": "b"},
-            ["question_audio", "question_text", "answer_text"],
-        ),
-        ({"question_text": "a", "id": "i", "speaker": "s", "language": "de"}, ["id", "speaker", "language"]),
-        ({"instruction": "a", "input": "b", "output": "c", "system": "d"}, ["input", "output", "system"]),
-        ({"audio_filepath": "q.wav", "duration": 0.2, "offset": 0.0, "text": "a"}, ["duration", "offset", "text"]),
-    ]
-    for number, (row, names) in enumerate(kinds):
-        for name in names:
-            place = tmp_path / f"{number}-{name}-{ending}"
-            place.mkdir()
-            write_tone(place / "q.wav", 0.2, 300)
-            full = {key: value for key, value in row.items() if key != name}
-            first = write_lines(place / "a.jsonl", [full])
-            lacking = {**full, name: bad}
-            other = (
-                write_lines(place / "b.jsonl", [lacking])
-                if ending == "jsonl"
-                else write_parquet(place / "b.parquet", [lacking])
-            )
-            options = ReaderOptions(format="cuts" if "duration" in row else "alpaca" if "output" in row else "table")
-            wanted, found = ([repr(item).split("where=")[0] for item in open_source(path, options)] for path in (first, other))
-            assert found == wanted, name
+    write = write_lines if ending == "jsonl" else write_parquet
+    for name in row:
+        lacking = {key: value for key, value in row.items() if key != name}
+        sets = [write_lines(tmp_path / "a.jsonl", [lacking]), write(tmp_path / f"b.{ending}", [row | {name: bad}])]
+        wanted, found = (
+            [repr(item).split("where=")[0] for item in open_source(path, ReaderOptions(format=format, name="x"))]
+            for path in sets
+        )
+        assert found == wanted, name
 
 
 def test_columns_that_nothing_takes_are_named_and_rows_are_counted(tmp_path):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from omni.errors import UserError
 from tests.train.data.readers.toys import heard, only_broken, rows, write_json, write_lines, write_parquet, write_tone
 from train.data.readers import Broken, ReaderOptions, open_source
-from train.data.rows.row import Row
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "json", "parquet"])
@@ -72,18 +70,11 @@ def test_recordings_that_cannot_be_had_may_be_optional_or_left_out(tmp_path):
         "optional": [True, False, False, None],
         "none": [False, False, False, None],
     }
-    folder = rows_in_other_folder(tmp_path)
-    assert folder.turns[0].question_audio.path == "q.wav"
-
-
-def rows_in_other_folder(tmp_path: Path) -> Row:
-    """Of a table whose recordings lie elsewhere."""
     (tmp_path / "lists").mkdir()
-    write_lines(tmp_path / "lists/a.jsonl", [{"question_audio": "q.wav"}])
-    (row,) = rows(tmp_path / "lists/a.jsonl", folder=str(tmp_path))
+    other = write_lines(tmp_path / "lists/a.jsonl", [{"question_audio": "q.wav"}])
+    assert rows(other, folder=str(tmp_path))[0].turns[0].question_audio.path == "q.wav"
     with pytest.raises(UserError, match=r"nowhere\b.*does not exist"):
-        open_source(tmp_path / "lists/a.jsonl", ReaderOptions(folder=str(tmp_path / "nowhere")))
-    return row
+        open_source(other, ReaderOptions(folder=str(tmp_path / "nowhere")))
 
 
 def test_numbers_are_text_and_null_is_none(tmp_path):
