@@ -184,10 +184,8 @@ def test_nan_is_missing(tmp_path, ending, bad, format, row):
     for name in row:
         lacking = {key: value for key, value in row.items() if key != name}
         sets = [write_lines(tmp_path / "a.jsonl", [lacking]), write(tmp_path / f"b.{ending}", [row | {name: bad}])]
-        wanted, found = (
-            [repr(item).split("where=")[0] for item in open_source(path, ReaderOptions(format=format, name="x"))]
-            for path in sets
-        )
+        options = ReaderOptions(format=format, name="x")
+        wanted, found = ([repr(item).split("where=")[0] for item in open_source(path, options)] for path in sets)
         assert found == wanted, name
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from omni.errors import UserError
@@ -103,15 +101,6 @@ def test_data_of_no_known_format_say_what_was_found_and_what_to_do(tmp_path, nam
     (tmp_path / name).write_text(held)
     with pytest.raises(UserError, match="is of no format known here: " + (why if why.endswith("$") else why + LISTED)):
         open_source(tmp_path / name.split("/")[0])
-
-
-def test_the_columns_that_a_message_names_read_the_data(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [{"a": "b", "prompt": "c", "response": "d"}])
-    with pytest.raises(UserError) as error:
-        open_source(path)
-    (said,) = re.findall(r"--read\.columns '{(.*?)}'", str(error.value))
-    (row,) = rows(path, columns=dict(part.split(": ") for part in said.split(", ")))
-    assert (row.turns[0].question_text, row.turns[0].answer_text) == ("c", "d")
 
 
 def test_a_table_in_another_encoding_or_with_a_column_twice_is_refused(tmp_path):

@@ -121,27 +121,11 @@ def llama_omni(folder: Path) -> Path:
         write_tone(folder / f"speech/{index}.wav", 0.2, 300 + index)
     np.save(folder / "units.npy", np.arange(10, dtype=np.int64) * 7)
     asked = {"from": "human", "value": "<speech>\nPlease directly answer the questions in the user's speech."}
-    return write_json(
-        folder / "data.json",
-        [
-            {
-                "id": "a",
-                "speech": "speech/0.wav",
-                "conversations": [asked, {"from": "gpt", "value": "One."}],
-                "units": "units.npy",
-            },
-            {
-                "id": "b",
-                "speech": ["speech/1.wav", "speech/2.wav"],
-                "conversations": [asked, {"from": "gpt", "value": "1"}, asked],
-            },
-            {
-                "id": "c",
-                "conversations": [{"from": "human", "value": "In text?"}, {"from": "gpt", "value": "Yes."}],
-                "units": [1, 2],
-            },
-        ],
-    )
+    written = {"from": "human", "value": "In text?"}
+    one, two, yes = ({"from": "gpt", "value": value} for value in ("One.", "1", "Yes."))
+    first = {"id": "a", "speech": "speech/0.wav", "conversations": [asked, one], "units": "units.npy"}
+    second = {"id": "b", "speech": ["speech/1.wav", "speech/2.wav"], "conversations": [asked, two, asked]}
+    return write_json(folder / "data.json", [first, second, {"id": "c", "conversations": [written, yes], "units": [1, 2]}])
 
 
 def moshi(folder: Path, alignments: list[Any] | None = None, seconds: float = 4.0) -> Path:
@@ -172,32 +156,11 @@ def cut(folder: Path, **changes: Any) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         soundfile.write(folder / "long.wav", np.stack([noise(4.0, 0), noise(4.0, 1)], 1), RATE)
         soundfile.write(folder / "target.wav", noise(2.0, 2), RATE)
-    recording = {
-        "id": "r",
-        "sampling_rate": RATE,
-        "num_samples": 4 * RATE,
-        "duration": 4.0,
-        "sources": [{"type": "file", "channels": [0, 1], "source": "long.wav"}],
-    }
-    said = {
-        "id": "s",
-        "recording_id": "r",
-        "start": 0.25,
-        "duration": 1.0,
-        "channel": 0,
-        "text": "hi",
-        "speaker": "ann",
-        "language": "de",
-    }
-    return {
-        "id": "c",
-        "start": 1.0,
-        "duration": 2.0,
-        "channel": 0,
-        "supervisions": [said],
-        "recording": recording,
-        "type": "MonoCut",
-    } | changes
+    sources = [{"type": "file", "channels": [0, 1], "source": "long.wav"}]
+    recording = {"id": "r", "sampling_rate": RATE, "num_samples": 4 * RATE, "duration": 4.0, "sources": sources}
+    said = {"start": 0.25, "duration": 1.0, "channel": 0, "text": "hi", "speaker": "ann", "language": "de"}
+    entry = {"id": "c", "start": 1.0, "duration": 2.0, "channel": 0, "supervisions": [said], "recording": recording}
+    return entry | {"type": "MonoCut"} | changes
 
 
 def common_voice(folder: Path) -> Path:
@@ -267,16 +230,8 @@ def make(kind: str, folder: Path) -> Path:
         write_tone(folder / "q.wav")
         (folder / "a.csv").write_text("question_audio,question_text,answer_text\nq.wav,Hi?,Ho.\n,Hu?,Ha.\n")
         return folder / "a.csv"
-    toys = {
-        "lucy": lucy,
-        "llama-omni": llama_omni,
-        "moshi": moshi,
-        "common-voice": common_voice,
-        "librispeech": librispeech,
-        "recordings": recordings,
-    }
-    toys |= {"chat": chat, "alpaca": alpaca, "rows": own_rows}
-    return toys[kind](folder)
+    toys = {"lucy": lucy, "llama-omni": llama_omni, "moshi": moshi, "common-voice": common_voice, "librispeech": librispeech}
+    return (toys | {"recordings": recordings, "chat": chat, "alpaca": alpaca, "rows": own_rows})[kind](folder)
 
 
 def only_broken(path: Path, **options: Any) -> Broken:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, StrictInt
 
@@ -329,34 +329,27 @@ def _choice(name: str, known: Iterable[str], noun: str) -> str:
 # ------------------------------------------------------------------------------------------------------------ the rows
 
 
-class Planned(NamedTuple):
-    """A dialogue, and the rows of the tables of each combination of its slots."""
-
-    dialogue: SlotDialogue
-    combinations: list[tuple[int, ...]]
-
-
 class DialogueSource(OpenedSource):
     """The rows of a file of dialogues; see the module. UserError, with the file and the key, where it breaks the format."""
 
     format = "dialogues"
 
     def __init__(self, path: Path, options: ReaderOptions) -> None:
-        data, planned = read_yaml(path, "dialogues"), list[Planned]()
+        data, planned = read_yaml(path, "dialogues"), list[tuple[SlotDialogue, list[tuple[int, ...]]]]()
         with at(f"dialogues {path}"):
             keys = validate(_ScriptKeys, data)
             for number, dialogue in enumerate(read_dialogues(keys)):
                 with at(f"dialogues.{number} ({dialogue.skill})."):
                     combinations = dialogue.combinations(keys.held_out, options.part)
                 if combinations and dialogue.weight > 0:
-                    planned.append(Planned(dialogue, combinations))
+                    planned.append((dialogue, combinations))
             if not planned:
                 raise UserError("no combination is held out: raise held_out, or give a question several slots")
-        weights = list(itertools.accumulate(plan.dialogue.weight for plan in planned))
+        weights = list(itertools.accumulate(dialogue.weight for dialogue, _ in planned))
         self._path, self._options, self._planned, self._joined = path, options, planned, keys.joined
         self._starts = [0, *(round(options.rows * weight / weights[-1]) for weight in weights)]
         pairs = zip(planned, itertools.pairwise(self._starts), strict=True)
-        if all(plan.dialogue.begins or low == high for plan, (low, high) in pairs):
+        if all(dialogue.begins or low == high for (dialogue, _), (low, high) in pairs):
             self._joined = (1.0,)  # no row has a dialogue that may follow
 
     def __len__(self) -> int:
@@ -375,28 +368,27 @@ class DialogueSource(OpenedSource):
             rng = seeded_rng(seed, "joined", len(self), index)
             count = rng.choices(range(1, len(self._joined) + 1), self._joined)[0]
             drawn = iter(lambda: rng.randrange(len(self)), -1)  # without end
-            others = (position for position in drawn if not self._find(position)[0].dialogue.begins)
+            others = (position for position in drawn if not self._find(position)[0].begins)
             positions += itertools.islice(others, count - 1)
-        planned, _ = self._find(positions[0])
-        skill = planned.dialogue.skill if len(positions) == 1 else JOINED
+        dialogue = self._find(positions[0])[0]
+        skill = dialogue.skill if len(positions) == 1 else JOINED
         return Row(
             tuple(turn for position in positions for turn in self._turns(position)),
             id=f"{skill}-{part}-{seed}-{index:08d}",
             source=f"{options.name or self.format}/{skill}",
             language=options.language,
             task=options.task,
-            where=f"{self._path} {planned.dialogue.name}, {part} row {index}",
+            where=f"{self._path} {dialogue.name}, {part} row {index}",
         )
 
-    def _find(self, position: int) -> tuple[Planned, int]:
-        """The dialogue that has a place in the order by dialogues, and the number of the place among its own."""
+    def _find(self, position: int) -> tuple[SlotDialogue, list[tuple[int, ...]], int]:
+        """The dialogue that has a place in the order by dialogues, its combinations, and the place among its own."""
         number = bisect_right(self._starts, position) - 1
-        return self._planned[number], position - self._starts[number]
+        return *self._planned[number], position - self._starts[number]
 
     def _turns(self, position: int) -> Iterator[RowTurn]:
         """The turns of a dialogue, for a place in the order by dialogues."""
-        planned, count = self._find(position)
-        dialogue, available, seed = planned.dialogue, planned.combinations, self._options.seed
+        (dialogue, available, count), seed = self._find(position), self._options.seed
         slots = available[_even(count, len(available), seed, dialogue.name, "slots")]
         values = dialogue.filled(slots)
         assert values is not None
