@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -282,15 +282,10 @@ def their_config(
         "tie_word_embeddings": tied,
         "attention_dropout": 0.0,
     }
-    scaling = decoder.rope_scaling
-    if scaling is not None:
-        settings["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
+    if decoder.rope_scaling is not None:
+        scaling = asdict(decoder.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_context")
+        settings["rope_scaling"] = {"rope_type": "llama3", **scaling}
     if model_type in ("qwen2", "qwen3"):
         slides = decoder.window is not None
         settings |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else decoder.layers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import re
 import socket
 import struct
@@ -19,7 +20,7 @@ import torchaudio
 
 from omni.audio.decode import container, foreign, quiet_decoder
 from omni.audio.io import audio_info, from_pcm16, level, read_audio, sound_warnings
-from omni.audio.resample import resample
+from omni.audio.resample import StreamResampler, resample
 from omni.audio.wav import pcm16, write_wav
 from omni.errors import SoundWarning, UserError
 from tests.sounds import by_ffmpeg, encoded
@@ -80,6 +81,36 @@ def test_long_sound_is_resampled_in_parts_without_a_seam(monkeypatch: pytest.Mon
     whole = resample(audio, 24000, 16000)
     monkeypatch.setattr("omni.audio.resample._FRAMES", 100)
     torch.testing.assert_close(resample(audio, 24000, 16000), whole, rtol=1e-6, atol=1e-6)
+
+
+RATES = [(24_000, 16_000), (8_000, 16_000), (44_100, 16_000), (48_000, 16_000), (16_000, 16_000), (16_000, 24_000)]
+UNUSUAL = [(44_101, 16_000), (16_001, 16_000), (15_999, 16_000), (1, 16), (7_919, 16_000)]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("given", "wanted"), RATES + UNUSUAL)
+@pytest.mark.parametrize("samples", [0, 1, 2, 700, 30_001])
+def test_any_split_equals_the_whole(given: int, wanted: int, samples: int) -> None:
+    audio = torch.randn(samples, generator=torch.Generator().manual_seed(samples)) * 0.3
+    whole = resample(audio, given, wanted)
+    for most in (2, 300, 40_000):
+        if samples > 1000 and most == 2:
+            continue
+        draw, at, stream, out = random.Random(most), 0, StreamResampler(given, wanted), list[torch.Tensor]()
+        while at < samples:
+            size = draw.randrange(most)
+            out.append(stream.push(audio[at : at + size]))
+            at += size
+        out.append(stream.finish())
+        torch.testing.assert_close(torch.cat(out), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_only_what_the_filter_needs_is_held_back() -> None:
+    stream, given = StreamResampler(24_000, 16_000), 0
+    for n in range(1, 100):
+        given += len(stream.push(torch.ones(240)))
+        assert 160 * n - given <= 10
+    assert len(stream._held) < 100
 
 
 def read_by_pipe(folder: Path, data: bytes) -> torch.Tensor:

@@ -24,13 +24,7 @@ TWO = {
     "replicas": {"strategy": "fsdp", "replicas": 2},
     "tensor": {"strategy": "fsdp", "tensor_parallel": 2},
 }
-FOUR = {
-    "ddp": {"strategy": "ddp"},
-    "fsdp": {"strategy": "fsdp"},
-    "replicas": {"strategy": "fsdp", "replicas": 2},
-    "tensor": {"strategy": "fsdp", "tensor_parallel": 2},
-    "replicas-tensor": {"strategy": "fsdp", "replicas": 2, "tensor_parallel": 2},
-}
+FOUR = {**TWO, "replicas-tensor": {"strategy": "fsdp", "replicas": 2, "tensor_parallel": 2}}
 ADAPTED: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [("one", {})],
     2: [("ddp", TWO["ddp"]), ("replicas", TWO["replicas"])],
