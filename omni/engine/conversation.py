@@ -350,13 +350,11 @@ class Conversation:
 
     @property
     def place(self) -> int:
-        """Place of the last question among those that wait for room, from 1; 0 for one that does not wait."""
+        """See `omni.generate.session.Session`, as for the next ones."""
         return 0 if self._last is None else self._engine.place(self._last)
 
     @property
     def history(self) -> list[Message]:
-        """The questions and the delivered part of their answers, to read, or to start another session with; an answer under way
-        and its question are not among them."""
         return messages(self._past, self.tokenizer, self.codec)
 
     @property
@@ -366,13 +364,11 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The history as ids, the first turn with the system message."""
         turns = [exchange.turn for exchange in self._past]
         return tuple(replace(turn, system=() if number else self._system) for number, turn in enumerate(turns))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the history as one file, from which `SpeechLM.session(history=path)` continues, without an answer under way.
-        UserError: the place cannot be written."""
+        """Write the history as one file, without an answer under way."""
         with self._lock:
             past, asked = list(self._past), self._asked - (self._last is not None and not self._last.settled)
         return save_conversation(path, past, asked, self.model, self.tokenizer)
