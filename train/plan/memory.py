@@ -87,24 +87,18 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
     Columns of data belong to a sound or to an answer, these to both: answers cost little beside the decoder's columns, since
     logits are made in chunks. Where clips have a fixed length there is one to `PADDED_COLUMNS` columns.
     """
-    rows, length, layout = data.packing.rows, data.packing.length, shape.layout
-    tasks = tasks_of(data)
+    rows, length, layout, tasks = data.packing.rows, data.packing.length, shape.layout, tasks_of(data)
     trained = torch.tensor([any(t.trained(layout)[k] for t in tasks) for k in range(len(layout))])
     tokens = layout.ids("pad")[None, :, None].repeat(rows, 1, length)
     targets = torch.where(trained[None, :, None], torch.zeros_like(tokens), torch.full_like(tokens, IGNORE))
-    index = torch.full((rows, length), -1)
-    segments = torch.zeros(rows, length, dtype=torch.long)
-    frames: list[int] = []
     heard = clips_of(length, shape) if any(task.question == "audio" for task in tasks) else []
-    features = 0
-    for row in range(rows):
-        start = 0
-        for number, count in enumerate(heard):
-            index[row, start + 1 : start + 1 + count] = torch.arange(features, features + count)
-            segments[row, start:] = number
-            frames.append(min(count * shape.projector.stack, shape.encoder.positions))
-            features += count
-            start += count + PROMPT
+    index, segments = torch.full((rows, length), -1), torch.zeros(rows, length, dtype=torch.long)
+    start, offsets = 0, sum(heard) * torch.arange(rows)[:, None]
+    for number, count in enumerate(heard):
+        index[:, start + 1 : start + 1 + count] = offsets + sum(heard[:number]) + torch.arange(count)
+        segments[:, start:] = number
+        start += count + PROMPT
+    frames = [min(count * shape.projector.stack, shape.encoder.positions) for count in heard] * rows
     lengths = [shape.encoder.feature_frames(n) for n in frames]
     spelt = shape.ctc > 1 and data.alignment != "none"
     return Batch(

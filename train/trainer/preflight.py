@@ -176,14 +176,12 @@ def _check_model_files(config: FitConfig, problems: _Problems) -> None:
     if section.start is not None:
         with problems.of("model"):
             check_sizes(section.start)
-    if section.tokenizer is not None:
-        with problems.of("model.tokenizer"):
-            otherwise = f"tokenizer {section.tokenizer} does not exist; give the model's tokenizer.json"
-            check_there(section.tokenizer, "tokenizer", otherwise, Path.is_file)
-    if section.codec_folder is not None:
-        with problems.of("model.codec_folder"):
-            otherwise = f"codec folder {section.codec_folder} does not exist; give the folder of the codec's weights"
-            check_there(section.codec_folder, "codec folder", otherwise, Path.is_dir)
+    files = {"tokenizer": (section.tokenizer, "the model's tokenizer.json", Path.is_file)}
+    files["codec folder"] = section.codec_folder, "the folder of the codec's weights", Path.is_dir
+    for noun, (path, way, fits) in files.items():
+        if path is not None:
+            with problems.of(f"model.{noun.replace(' ', '_')}"):
+                check_there(path, noun, f"{noun} {path} does not exist; give {way}", fits)
     if lora is not None and lora.init_from is not None:
         with problems.of("lora.init_from"):
             peft.check_folder(lora.init_from)
