@@ -277,7 +277,7 @@ class Counts:
     def add(self, source: str, tasks: Iterable[str]) -> None:
         """Count a draw of a source for these tasks (of its turns)."""
         self.sources[source] = self.sources.get(source, 0) + 1
-        for task in set(tasks):
+        for task in dict.fromkeys(tasks):  # in an order that is the same in every process
             self.drawn[source, task] = self.drawn.get((source, task), 0) + 1
 
     def train(self, source: str, more: Trained) -> None:

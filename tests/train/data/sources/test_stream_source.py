@@ -123,29 +123,6 @@ def test_its_rows_are_those_that_data_prepare_makes(data: dict[str, Path], kind:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["tar", "parquet"])
-def test_answers_are_encoded_as_data_prepare_encodes_them(data: dict[str, Path], kind: str, tmp_path: Path) -> None:
-    from train.data.prepare.rows import RowMaker
-
-    pipe, found = pipeline(data[kind], kind, tasks={"A1A2": 1.0}), {}
-    for number in range(sum(SHARDS)):
-        example = pipe.fetch(number)
-        assert not isinstance(example, Unusable)
-        found[example.where] = example.columns.tokens
-    source, maker = StreamSource(str(data[kind]), options(kind), "toy4", 4), pipe.maker
-    assert maker.codec is not None
-    for number in range(sum(SHARDS)):
-        row = source.row(number)
-        plain, done = RowMaker(PrepareConfig(question_rate=0, codec="codec2"), maker.codec, {}).make(row, "x")
-        assert done.encoded == 1
-        from train.data.batching.examples import Prepared
-        from train.data.rows.row import from_plain
-
-        again = maker.make(0, Prepared(from_plain(plain, None, row.where)), ["A1A2"])
-        assert torch.equal(again.columns.tokens, found[row.where])
-
-
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mixed", "kind"), [(False, "tar"), (False, "parquet"), (True, "parquet"), (True, "tar")])
 def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(data: dict[str, Path], kind: str, mixed: bool) -> None:
     more = (SourceConfig("stored", path=str(data["rows"]), tasks={"T1T2": 1.0}, weight=0.5),) if mixed else ()
