@@ -29,7 +29,7 @@ from infer.options import (
 from omni.audio.wav import FORMATS
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
 from omni.errors import UserError
-from omni.files import beside, real_place, replaceable
+from omni.files import beside, check_replaceable, replaceable
 from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, Task, find_task
@@ -175,27 +175,8 @@ def check_quantizing(options: QuantizeOptions) -> None:
     for name in ("model", "out"):
         if not getattr(options, name):
             raise UserError(f"{name.upper()} is empty; give the folder {'to write' if name == 'out' else 'of a model'}")
-    model, out = Path(options.model), Path(options.out)
     check_model(options.model)
-    source, target = model.resolve(), real_place(out)
-    if source == target:
-        raise UserError(f"OUT is {out}, the model itself; name another folder: the one in full precision stays as it is")
-    if source in target.parents or target in source.parents or target in (Path.cwd(), *Path.cwd().parents):
-        raise UserError(f"OUT is {out}, which holds the model or the folder that you are in, or lies in it; name one beside it")
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not options.overwrite:
-        raise UserError(f"{out} exists; give another name, or --overwrite to replace it")
-    if not (target / CONFIG).is_file():
-        raise UserError(f"{out} is no model folder; only such a one is overwritten")
-    from omni.checkpoint.folder import foreign_file  # PyTorch, which only overwriting needs this early
-
-    try:
-        foreign = foreign_file(target)
-    except UserError as error:
-        raise UserError(f"{out} is no model folder of a known version; only such a one is overwritten") from error
-    if foreign is not None:
-        raise UserError(f"{out} holds {foreign}, which is none of its model's files; move that away, or give another name")
+    check_replaceable(Path(options.out), (CONFIG,), (Path(find_model(options.model)),), overwrite=options.overwrite)
 
 
 def check_options(options: DeviceOptions) -> None:

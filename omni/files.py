@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -328,6 +328,32 @@ def real_place(folder: str | os.PathLike[str]) -> Path:
     if not resolved.name:
         raise UserError(f"{folder} is the root of a disk; give a folder in it")
     return resolved
+
+
+def check_replaceable(
+    target: Path, marks: Sequence[str], inputs: Iterable[Path] = (), *, overwrite: bool = False, kept: str | None = None
+) -> None:
+    """Refuses (UserError) a folder to write in whose place something would be lost.
+
+    Args:
+        marks: files one of which a folder that may be replaced holds.
+        inputs: what is read meanwhile.
+        kept: name of what a folder that is replaced may not hold.
+    """
+    real = real_place(target)
+    for path in inputs:
+        if path.exists() and path.resolve().is_relative_to(real):
+            raise UserError(f"{target} holds {path}, which would be lost; give another name")
+    if real.exists() and Path.cwd().is_relative_to(real):
+        raise UserError(f"{target} is or holds the folder that you are in; leave it first, or give another name")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not overwrite:
+        raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
+    if kept is not None and (target / kept).exists():
+        raise UserError(f"{target} holds {kept}/, which would be lost; move it away, or give another name")
+    if not any((target / name).is_file() for name in marks):
+        raise UserError(f"{target} holds no {' or '.join(marks)}; only such a folder is overwritten: give another name")
 
 
 @contextmanager

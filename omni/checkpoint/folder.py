@@ -290,17 +290,6 @@ def read_stored(path: Path) -> FolderConfig:
     return stored
 
 
-def foreign_file(folder: str | os.PathLike[str]) -> str | None:
-    """Name of the first file, or link, in a model folder that is none of its model's; UserError where it is no such folder."""
-    path = Path(folder)
-    own = {CONFIG, *read_stored(path).files}
-    names = []
-    for parent, folders, files in os.walk(path):
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        names += [Path(parent, name).relative_to(path).as_posix() for name in [*files, *links]]
-    return min((name for name in names if name not in own), default=None)
-
-
 def check_sizes(folder: str | os.PathLike[str]) -> None:
     """Refuse a model folder one of whose files is missing or has another size (UserError); none of them is read."""
     path = local_path(folder)

@@ -10,7 +10,7 @@ from typing import Literal
 from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS
 from omni.encoder.whisper_config import ENCODER_PRESETS
 from omni.errors import UserError, closest
-from omni.files import real_place
+from omni.files import check_replaceable, real_place
 from omni.utils.configuration import configuration
 from omni.utils.remote import check_there
 
@@ -92,24 +92,13 @@ def check(source: Path, target: Path, options: ConvertOptions) -> None:
     if options.kind is not None and options.kind not in KINDS:
         raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, KINDS)}")
     real_target = real_place(target)
-    for name, path in _inputs(source, options).items():
-        real_path = path.resolve() if path.exists() else None
-        if real_path is None or (real_path == real_target and name in ("SOURCE", "into")):
-            continue
-        if real_path.is_relative_to(real_target):
-            raise UserError(f"{target} holds {path}, which would be lost; give another target")
-    if real_target.exists() and Path.cwd().is_relative_to(real_target):
-        raise UserError(
-            f"{target} is or holds the folder that you are in, which would be replaced; leave it first, or give another name"
-        )
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        return
-    if not options.overwrite:
-        raise UserError(f"{target} exists; give another name, or --overwrite to replace it")
-    if (target / ADAPTERS).is_dir():
-        raise UserError(f"{target} holds {ADAPTERS}/, which would be lost; move it away, or give another name")
-    if not any((target / name).is_file() for name in ("config.json", "model_config.yaml", ADAPTER_CONFIG)):
-        raise UserError(f"{target} is no folder of a model; only such a one is overwritten")
+    inputs = [
+        path
+        for name, path in _inputs(source, options).items()
+        if not (name in ("SOURCE", "into") and path.exists() and path.resolve() == real_target)
+    ]
+    marks = ("config.json", "model_config.yaml", ADAPTER_CONFIG)
+    check_replaceable(target, marks, inputs, overwrite=options.overwrite, kept=ADAPTERS)
 
 
 def _inputs(source: Path, options: ConvertOptions) -> dict[str, Path]:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from omni.checkpoint.folder import check_full_precision, load_folder, save_folder
-from omni.checkpoint.places import CODEC
+from omni.checkpoint.places import CODEC, CONFIG
 from omni.edit.deltas import Delta, Edits, edited, find_linears, is_linear, mlp_linears, shape_of, stack, weight_of
 from omni.edit.foreign import read_editor
 from omni.edit.mend import Mend, load_mend
 from omni.edit.storage import load_edits, load_merged, merge, read_tensors, revert, save_edits, save_merged
 from omni.errors import UserError
-from omni.files import replacing_folder
+from omni.files import check_replaceable, replacing_folder
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import find_task
 from omni.utils.arguments import match_names
@@ -63,7 +63,7 @@ def apply(model: Path, facts: Path, out: Path, config: ApplyConfig) -> ApplyResu
     Raises:
         UserError: anything that does not fit; nothing is written then.
     """
-    check_out(out, config.overwrite, "edits.json")
+    check_replaceable(out, ("edits.json",), overwrite=config.overwrite)
     check_full_precision(model, "editing")
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
     loaded = read_facts(facts, lm.tokenizer)
@@ -179,15 +179,6 @@ def draw_untouched(source: SourceConfig, lm: SpeechLM, facts: Facts, count: int,
         if plain(row.turns[0].question_text) not in asked:
             out.append(row)
     return out
-
-
-def check_out(out: Path, overwrite: bool, mark: str) -> None:
-    """Refuses an output that holds something else than such a folder (with a file `mark`), or one, unless `overwrite`."""
-    if not out.name:
-        raise UserError(f"OUT is {out}; name a new folder")
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (overwrite and (out / mark).is_file()))):
-        ours = out.is_dir() and (out / mark).is_file()
-        raise UserError(f"{out} is there already; {'give --overwrite true, or ' if ours else ''}name another place")
 
 
 def _untouched(lm: SpeechLM, lessons: EditObjective, facts: Facts, config: ApplyConfig, tasks: list[str]) -> list[EditExample]:
@@ -341,11 +332,7 @@ def name_of(edits: Path) -> str:
 
 
 def _check(model: Path, out: Path, overwrite: bool) -> None:
-    if out.resolve() == model.resolve():
-        raise UserError(f"OUT is {out}, the model itself; name another folder: the one that is read stays as it is")
-    if model.resolve() in out.resolve().parents:
-        raise UserError(f"OUT is {out}, inside the model {model}; name a folder beside it: the one that is read stays as it is")
-    check_out(out, overwrite, "config.json")
+    check_replaceable(out, (CONFIG,), (model,), overwrite=overwrite)
     check_full_precision(model, "merging")
 
 

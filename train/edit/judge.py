@@ -29,12 +29,13 @@ from torch import Tensor
 from omni.checkpoint.folder import check_full_precision
 from omni.edit.deltas import Edits, edited
 from omni.edit.storage import load_edits
+from omni.files import check_replaceable
 from omni.generate.results import Answer
 from omni.generate.speech_lm import SpeechLM
 from omni.utils.charts import INK, drawn
 from train.data.build import held_out_of
 from train.data.rows.row import Row
-from train.edit.apply import check_out, draw_untouched
+from train.edit.apply import draw_untouched
 from train.edit.config import EditEvalConfig
 from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
 from train.edit.lessons import EditObjective
@@ -85,7 +86,7 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
     Raises:
         UserError: edits of another model, facts that are none, or an output folder that is taken.
     """
-    check_out(out, config.overwrite, REPORT)
+    check_replaceable(out, (REPORT,), overwrite=config.overwrite)
     check_full_precision(model, "editing")
     lm = SpeechLM.from_pretrained(model, config.device, codec_folder=config.codec_folder, kernels="reference")
     parsed, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)

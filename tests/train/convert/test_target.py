@@ -25,7 +25,7 @@ def test_a_target_is_not_lost(lm, tmp_path):
     assert run(lm, tmp_path / "out", *GROW, "--overwrite", "--seed", "5") == 0
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "diary").write_text("dear")
-    with pytest.raises(UserError, match="no folder of a model"):
+    with pytest.raises(UserError, match="only such a folder is overwritten"):
         run(lm, tmp_path / "mine", *GROW, "--overwrite")
     with pytest.raises(UserError, match="would be lost"):
         run(lm, tmp_path, *GROW, "--overwrite")
@@ -40,7 +40,7 @@ def test_no_input_within_the_target_is_lost(lm, tmp_path, option, name):
     (tmp_path / "link").symlink_to("out")
     kept = tmp_path / "out" / "kept"
     kept.write_text("dear")
-    with pytest.raises(UserError, match=rf"{name} holds {kept}, which would be lost; give another target"):
+    with pytest.raises(UserError, match=rf"{name} holds {kept}, which would be lost; give another name"):
         run(lm, tmp_path / name, "--overwrite", option, kept)
     with pytest.raises(UserError, match=rf"{name} holds {tmp_path / 'out'}, which would be lost"):
         run(lm, tmp_path / name, "--overwrite", option, tmp_path / "out")
