@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from omni.config import preset
-from omni.model.attention import _OLD, PackedRows, _ampere, attention, takes_packed
+from omni.model.attention import _OLD, PackedRows, _ampere, attention, choose_kernels, takes_packed
 from omni.model.decoder import causal_mask
 from omni.model.speech_model import SpeechModel
 
@@ -53,12 +54,13 @@ def test_attention_has_one_door() -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """What was asked of cuDNN, as in a process that has made no model yet."""
     asked: list[bool] = []
-    monkeypatch.setattr("omni.model.attention._chosen", False)
+    choose_kernels.cache_clear()
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
-    return asked
+    yield asked
+    choose_kernels.cache_clear()
 
 
 def test_a_model_turns_cudnn_off_once(asked: list[bool]) -> None:

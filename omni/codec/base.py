@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omni.codec.streams import on_device
 from omni.errors import UserError
 from omni.plugins import named
+from omni.utils.hardware import to_device
 
 _CONVOLUTIONS: Any = getattr(torch.backends.cudnn, "conv")  # noqa: B009 PyTorch does not type it
 
@@ -163,7 +163,7 @@ class AudioCodec(ABC):
                 f"code {int(codes[stream, frame])} in stream {stream}, frame {first_frame + frame} is not in "
                 f"{self.name}'s 0 to {sizes[stream] - 1}: strip special ids before decoding"
             )
-        return on_device(codes, self.device)
+        return to_device(codes, self.device) if codes.device.type == "cpu" else codes.to(self.device)
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:

@@ -99,9 +99,6 @@ class MimiCodec(NetworkCodec):
         joined = codes.transpose(0, 1).flatten(1)  # [K, N * F]
         return self._quantizer.decode(joined).unflatten(0, (codes.shape[0], -1))
 
-    def _heard(self, sound: Tensor) -> Tensor:
-        return sound.clamp(-1, 1)
-
     def _encode(self, audio: Tensor) -> Tensor:
         audio = F.pad(audio, (0, -audio.shape[0] % self.frame_samples))
         streams = Streams(self._encoder, self.device, ENCODE_FRAMES)

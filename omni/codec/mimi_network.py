@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -185,7 +186,7 @@ def encoder(config: MimiConfig, take: Take) -> list[Layer]:
 
 
 def decoder(config: MimiConfig, take: Take) -> list[Layer]:
-    """Layers from latents `[N, F, D]` to sound `[N, S, 1]`."""
+    """Layers from latents `[N, F, D]` to sound `[N, S, 1]` in [-1, 1]."""
     size, stride = config.hidden_size, config.latent_stride
     weight = take("upsample.conv.weight", size, size // config.upsample_groups, 2 * stride)
     before: list[Layer] = [
@@ -204,7 +205,7 @@ def decoder(config: MimiConfig, take: Take) -> list[Layer]:
             layers.append(_residual(config, take, f"decoder.layers.{len(layers)}", filters, depth))
     layers.append(ELU)
     layers.append(_conv(config, take, f"decoder.layers.{len(layers)}", filters, 1, config.last_kernel_size))
-    return before + layers
+    return [*before, *layers, Activation(partial(torch.clamp, min=-1, max=1))]
 
 
 def _conv(

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec, CodecBatch, CodecStream
-from omni.codec.streams import Network, StreamRow, Streams, on_device
+from omni.codec.streams import Network, StreamRow, Streams
 from omni.errors import UserError
 from omni.files import refuse_pointer
+from omni.utils.hardware import to_device
 
 WHOLE = 32
 """Frames that a whole decode takes at once where no CPU computes."""
@@ -64,18 +65,14 @@ class NetworkCodec(AudioCodec):
     def _pass(self, streams: Streams, rows: Sequence[StreamRow], codes: Tensor) -> list[Tensor]:
         """Sounds `[S]` of the next frames `[N, K, f]`, all at once."""
         sounds = streams.run(rows, self.latents(codes), codes.shape[2])
-        return [self._heard(sound[:, 0]) for sound in sounds]
+        return [sound[:, 0] for sound in sounds]
 
     def _end(self, streams: Streams, rows: Sequence[StreamRow]) -> list[Tensor]:
         """Sounds `[S]` that are left at the end."""
         if self._decoder.end.lag == 0:
             return [torch.empty(0, dtype=torch.float32, device=self.device)] * len(rows)
         empty = torch.empty(len(rows), len(self.codebook_sizes), 0, dtype=torch.long, device=self.device)
-        return [self._heard(sound[:, 0]) for sound in streams.run(rows, self.latents(empty), 0, last=True)]
-
-    def _heard(self, sound: Tensor) -> Tensor:
-        """Sound in [-1, 1] of what the last layer gives."""
-        return sound
+        return [sound[:, 0] for sound in streams.run(rows, self.latents(empty), 0, last=True)]
 
     @abstractmethod
     def latents(self, codes: Tensor) -> Tensor:
@@ -119,7 +116,7 @@ class NetworkBatch(CodecBatch):
     def _push(self, states: Sequence[StreamRow], codes: Tensor) -> list[Tensor | Exception]:
         parts: list[list[Tensor]] = [[] for _ in states]
         for group in self._groups(states):
-            chosen = codes if group == list(range(len(states))) else codes[on_device(torch.tensor(group), codes.device)]
+            chosen = codes if group == list(range(len(states))) else codes[to_device(torch.tensor(group), codes.device)]
             rows = [states[n] for n in group]
             for frame in chosen.split(1, dim=2):
                 for n, sound in zip(group, self.codec._pass(self._streams, rows, frame), strict=True):

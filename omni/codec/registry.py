@@ -113,23 +113,12 @@ def load_codec(name: str, folder: str | Path | None = None, device: str | torch.
         where = "" if folder is None else f" from {folder}"
         text = " ".join(str(error).split())
         raise UserError(f"codec {name} cannot be loaded{where}: {type(error).__name__}: {text}") from error
-    _check_loaded(spec, codec)
+    if not spec.weights:  # else its folder decides
+        actual = (codec.name, codec.sample_rate, codec.frame_rate, tuple(codec.codebook_sizes))
+        wanted = (spec.name, spec.sample_rate, spec.frame_rate, spec.codebook_sizes)
+        if actual != wanted:
+            raise UserError(f"codec {name} is registered with {wanted}, and its function loaded {actual}: make them one")
     return codec
-
-
-def _check_loaded(spec: CodecSpec, codec: Any) -> None:
-    """Refuses (UserError) what is no codec, or another than its specification says."""
-    from omni.codec.base import AudioCodec
-
-    if not isinstance(codec, AudioCodec):
-        raise UserError(f"codec {spec.name}: its function loaded {type(codec).__name__}; it must return an AudioCodec")
-    if spec.weights:  # its folder decides
-        return
-    actual = (codec.name, codec.sample_rate, float(codec.frame_rate), tuple(codec.codebook_sizes))
-    wanted = (spec.name, spec.sample_rate, float(spec.frame_rate), spec.codebook_sizes)
-    for name, value, other in zip(("name", "sample_rate", "frame_rate", "codebook_sizes"), actual, wanted, strict=True):
-        if value != other:
-            raise UserError(f"codec {spec.name}: {name} is {value!r}, and it is registered with {other!r}: make them one")
 
 
 def load_if_given(name: str, folder: str | Path | None, device: str | torch.device = "cpu") -> AudioCodec | None:

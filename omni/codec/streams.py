@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from omni.utils.hardware import to_device
+
 if TYPE_CHECKING:
     from omni.model.kv_cache import KVCache
 
@@ -196,7 +198,7 @@ class Streams:
             self._resize(max(1, 2 * row.number))
         self._state[row.number].zero_()
         words = [0, *(word for key in self._network.words for word in key(seed))]
-        self._words[row.number] = on_device(torch.tensor(words), self._words.device)
+        self._words[row.number] = to_device(torch.tensor(words), self._words.device)
         for cache in self._caches:
             cache.reset([row.number])
         self._rows.append(row)
@@ -226,7 +228,7 @@ class Streams:
         if indices[-1] - first + 1 == count:
             kept, words = self._state[first : first + count], self._words[first : first + count]
         else:
-            index = on_device(torch.tensor(indices), self._state.device)
+            index = to_device(torch.tensor(indices), self._state.device)
             kept, words = self._state[index], self._words[index]
         begun = [row.frames for row in rows]
         call = StreamCall(kept, words, self._caches, indices, begun, frames, last, self._reach)
@@ -249,8 +251,3 @@ class Streams:
         self._caches = [make(rows, self._chunk) for make in self._network.caches]
         for cache, old in zip(self._caches, caches, strict=True):
             cache.take(old, used)
-
-
-def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A small tensor of the host on `device`, without waiting for the work queued there."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.device.type == "cpu" else x.to(device)

@@ -57,20 +57,19 @@ class WhisperEncoder(Encoder):
     def blocks(self) -> Sequence[nn.Module]:
         return list(self.whisper.blocks)
 
-    def forward(self, mels: Tensor, mel_lengths: Sequence[int] | Tensor, frames: Sequence[int] | Tensor) -> Tensor:
+    def forward(self, mels: Tensor, mel_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Encodes N clips: features `[N, M, F max]` to frames `[sum(frames), D]`, one clip behind the other.
 
         The residual stream has the weights' precision: float32 under autocast.
 
         Args:
-            mel_lengths: F of each clip; a list or a CPU tensor, since reading a device's would synchronise.
-            frames: encoder frames wanted of each clip, as `WhisperConfig.clip_frames` counts them; as `mel_lengths`.
+            mel_lengths: F of each clip.
+            frames: encoder frames wanted of each clip, as `WhisperConfig.clip_frames` counts them.
 
         A batch of no clips (`[0, M, 0]`) gives `[0, D]`, and its backward pass a zero gradient for every
         parameter, so that a step without speech is a step like any other under DDP and FSDP.
         """
-        lengths, wanted = _to_list(mel_lengths), _to_list(frames)
-        return self._encode(mels, lengths, wanted, self._chunks(lengths))
+        return self._encode(mels, mel_lengths, frames, self._chunks(mel_lengths))
 
     def hear_whole(self, mels: Tensor, lengths: Sequence[int], frames: Sequence[int], padded: bool = False) -> Tensor:
         """Whisper's frames, in mode "chunked" of a sound that begins 12.5 ms later; see `Encoder.hear_whole`."""
@@ -81,32 +80,29 @@ class WhisperEncoder(Encoder):
             whole = F.pad(mels, (0, window - mels.shape[2]))
             mels = torch.where(to_device(inside, mels.device), whole, self.config.feature_floor)
             lengths = [window] * len(lengths)
-        return self._encode(mels, list(lengths), list(frames), None)
+        return self._encode(mels, lengths, frames, None)
 
-    def _encode(self, mels: Tensor, lengths: list[int], wanted: list[int], chunks: Chunks | None) -> Tensor:
+    def _encode(self, mels: Tensor, lengths: Sequence[int], wanted: Sequence[int], chunks: Chunks | None) -> Tensor:
         weight = self.whisper.conv1.weight
         ratio = EQUAL_LENGTHS if weight.device.type == "cpu" else FEW_LAUNCHES
         if self.config.normalize == "clip":
             mels = normalized(mels, lengths, self.config.mel_range, self.config.mel_blur)
         size = self.config.width // self.config.heads
-        bounds = chunks is None and takes_packed(weight.device, multiplied_in(weight), size)
-        options: Any = {
-            "ratio": ratio,
-            "device": weight.device,
-            "bounds": bounds,
-            "gap": 2 if self.chunked else 1,
-            "chunks": chunks,
-        }
-        packing = pack(lengths, wanted, mels.shape[2], **options)
+        packing = pack(
+            lengths,
+            wanted,
+            mels.shape[2],
+            ratio=ratio,
+            device=weight.device,
+            bounds=chunks is None and takes_packed(weight.device, multiplied_in(weight), size),
+            gap=2 if self.config.streams else 1,
+            chunks=chunks,
+        )
         x = self._convolve(mels.to(weight), packing)
         x = x + self.whisper.positional_embedding.index_select(0, packing.positions).to(weight.dtype)
         for block in self.whisper.blocks:
             x = run_block(block, self.checkpointing, x, packing)
         return self.whisper.ln_post(x.index_select(0, packing.output))
-
-    @property
-    def chunked(self) -> bool:
-        return self.config.mode == "chunked"
 
     def _chunks(self, lengths: Sequence[int]) -> Chunks | None:
         """Chunks of a batch's clips; None where each is heard whole.
@@ -114,7 +110,7 @@ class WhisperEncoder(Encoder):
         In training they are drawn by the clips' lengths: alike in all processes that share a batch, and when it is computed
         again.
         """
-        if not self.chunked:
+        if not self.config.streams:
             return None
         config, chunk = self.config, self.config.chunk_ms
         if self.training:
@@ -135,7 +131,7 @@ class WhisperEncoder(Encoder):
         width 128, one core, forward and backward), and a GPU tunes no kernel for every new length.
         """
         x = mels.transpose(1, 2).flatten(0, 1).index_select(0, packing.source).masked_fill(packing.gaps, 0)  # [slots, M]
-        x = F.pad(x, (0, 0, 2, 0) if self.chunked else (0, 0, 1, 1))
+        x = F.pad(x, (0, 0, 2, 0) if self.config.streams else (0, 0, 1, 1))
         x = self.first_convolution(x).masked_fill(packing.gaps, 0)
         return self.second_convolution(F.pad(x, (0, 0, 1, 0))).index_select(0, packing.kept)
 
@@ -319,10 +315,6 @@ def _side_by_side(x: Tensor, group: AttentionGroup, heads: int) -> Tensor:
     if group.index is not None:
         x = x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.index, x)
     return x.view(group.clips, group.longest, heads, -1).transpose(1, 2)
-
-
-def _to_list(lengths: Sequence[int] | Tensor) -> list[int]:
-    return lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
 
 
 class StreamingKeyValues:

@@ -193,8 +193,6 @@ class WhisperConfig(EncoderConfig):
         """
         import torch
 
-        if audio.ndim != 1:
-            raise UserError(f"sound of shape {list(audio.shape)} for the encoder: give one channel, [samples]")
         samples = audio.shape[0]
         if samples > self.max_samples:
             self.clips(samples)  # refuses where the configuration does

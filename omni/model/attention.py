@@ -12,21 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_chosen = False
 _OLD = torch.__version__.startswith("2.11.")
 """Its `varlen_attn` takes groups without being told."""
 
 
+@lru_cache
 def choose_kernels() -> None:
     """Keep cuDNN's attention out of use in this process; the first call decides, later ones change nothing.
 
     PyTorch prefers it on H100, H200 and B200. There it makes a plan of 20 to 40 ms, or up to 0.4 s, in each thread for every
     new shape (modelscope/FunASR#3704), and gives NaN gradients at some lengths with a mask (pytorch/pytorch#196678).
     """
-    global _chosen
-    if not _chosen:
-        _chosen = True
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class PackedRows(NamedTuple):

@@ -77,12 +77,8 @@ class RMSNorm(nn.RMSNorm):
             x = x.float()  # as autocast has it on a GPU
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
-        return _rms_norm(x, weight, self.eps or 0.0)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt() * weight
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(_constant(self.eps or 0.0), length, length, value=1 / x.shape[-1]).rsqrt() * weight
 
 
 class Attention(nn.Module):

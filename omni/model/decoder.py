@@ -153,25 +153,15 @@ class Decoder(nn.Module):
         rope = rope_table(self.rope, positions)
         if isinstance(mask, Tensor):  # converted once, instead of in the attention of every layer
             mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, float("-inf"))
+        recompute = self.checkpointing if cache is None else False
         for layer, block in enumerate(self.blocks):
-            x = self._run(block, x, rope, mask, cache, layer)
+            x = run_block(block, recompute, x, rope, mask, cache, layer)
         text = audio = self.norm(x)
         if self.post_norm is not None:
             for layer, block in enumerate(self.post_blocks, len(self.blocks)):
-                x = self._run(block, x, rope, mask, cache, layer)
+                x = run_block(block, recompute, x, rope, mask, cache, layer)
             audio = self.post_norm(x)
         return Hidden(text, audio)
-
-    def _run(
-        self,
-        block: nn.Module,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | PackedRows | None,
-        cache: Cache | None,
-        layer: int,
-    ) -> Tensor:
-        return run_block(block, self.checkpointing if cache is None else False, x, rope, mask, cache, layer)
 
     # --- heads -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -195,11 +195,9 @@ def quantize(
         names of the linears that were quantised.
 
     Raises:
-        UserError: an unknown form, bitsandbytes is not there, a pattern matches no linear, or a linear is quantised already or
+        UserError: bitsandbytes is not there, a pattern matches no linear, or a linear is quantised already or
             has adapters or edits beside it (they are loaded afterwards).
     """
-    if form not in get_args(Form):
-        raise UserError(f"a weight is held as {' or '.join(get_args(Form))}, not as {form!r}")
     silence("bitsandbytes.backends.cpu.ops")
     try:
         import bitsandbytes as bnb
@@ -260,7 +258,7 @@ def _unpack(linear: Any, packed: Packed) -> None:
 
 def chosen_linears(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The linears that are to be quantised, in the model's order; UserError as `quantize` raises it."""
-    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    linears = linears_of(model)
     chosen = match_names(patterns, list(linears), "lora.quantize_targets", noun="linear")
     for name in chosen:
         if is_quantized(linears[name]):

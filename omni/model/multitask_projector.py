@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -221,29 +219,19 @@ SHARING: dict[str, Callable[..., nn.Module]] = {
 """Modules by name, each called with (inner, outer, tasks)."""
 
 
-def find_sharing(name: str) -> Callable[..., nn.Module]:
-    """The module of that name; UserError with the closest names where there is none."""
-    if name not in SHARING:
-        close = ", ".join(get_close_matches(name, SHARING, n=2, cutoff=0.3)) or "none"
-        raise UserError(f"sharing {name!r} is unknown; the closest names are {close}; known: {', '.join(SHARING)}")
-    return SHARING[name]
-
-
 def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
     """Refuse settings that the module of that name does not have, or of another type (UserError)."""
     known = settings_of(name)
     for key, value in settings.items():
         if key not in known:
             raise UserError(f"{where}.{key} is unknown to {name}; {closest(key, known)}")
-        whole = isinstance(known[key], int)
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            raise UserError(f"{where}.{key} is {value!r}; it must be a {'whole ' if whole else ''}number")
-        if not abs(value) <= sys.float_info.max:
-            raise UserError(f"{where}.{key} is {value}; it must be a finite number")
-        if whole and value > 1000:
-            raise UserError(f"{where}.{key} is {value}; it must be at most 1000")
-        if not value >= (1 if whole else 0) or (not whole and value == 0 and key != "keep"):
-            raise UserError(f"{where}.{key} is {value}; it must be {'at least 1' if whole else 'above 0'}")
+        if isinstance(known[key], int):
+            fits, must = type(value) is int and 1 <= value <= 1000, "a whole number from 1 to 1000"
+        else:
+            fits, must = type(value) in (int, float) and math.isfinite(value), "a finite number above 0"
+            fits = fits and (value > 0 or (value == 0 and key == "keep"))
+        if not fits:
+            raise UserError(f"{where}.{key} is {value!r}; it must be {must}")
     experts = int(settings.get("experts", 2))
     if name == "dselect_k" and (experts < 2 or experts & (experts - 1)):
         raise UserError(
@@ -254,10 +242,5 @@ def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
 
 def settings_of(name: str) -> dict[str, Any]:
     """Settings of the module of that name, with their defaults."""
-    parameters = inspect.signature(find_sharing(name)).parameters.values()
+    parameters = inspect.signature(SHARING[name]).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-
-
-def make_sharing(name: str, inner: int, outer: int, tasks: int, **settings: Any) -> nn.Module:
-    """The module of that name; UserError with the closest names where there is none."""
-    return find_sharing(name)(inner, outer, tasks, **settings)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from omni.config import ProjectorConfig
 from omni.errors import UserError
 from omni.model.blocks import SwiGLU
-from omni.model.multitask_projector import SHARING, make_sharing
+from omni.model.multitask_projector import SHARING
 from omni.tasks import TASKS
 from omni.utils.hardware import to_device
 
@@ -35,7 +35,7 @@ class Projector(nn.Module):
                 nn.Linear(config.hidden, width, bias=config.bias),
             )
         elif self.tasks:
-            self.project = make_sharing(config.kind, inner, width, len(self.tasks), **config.settings)
+            self.project = SHARING[config.kind](inner, width, len(self.tasks), **config.settings)
         else:
             self.project = SwiGLU(inner, config.hidden, width, bias=config.bias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,18 +34,14 @@ def run_block(block: nn.Module, recompute: Recompute, *args: Any) -> Tensor:
 
 def selectively(block: nn.Module, forward: Callable[..., Tensor], *args: Any) -> Tensor:
     """The output of `forward`, of which only products and attention are kept for the backward pass."""
-    draw = torch.compiler.is_compiling() or draws(block)
-    out: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draw, context_fn=_contexts)
+    draw, contexts = torch.compiler.is_compiling() or draws(block), partial(create_selective_checkpoint_contexts, _policy)
+    out: Tensor = checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=draw, context_fn=contexts)
     return out
 
 
 def draws(block: nn.Module) -> bool:
     """Whether a block draws random numbers, so that its random state has to be kept: an adapter's dropout does."""
     return any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
-
-
-def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -76,10 +76,8 @@ class SpeechModel(nn.Module):
         """Set how much of a sound the encoder hears at once, 0 for whole clips; see `EncoderConfig.with_chunk`.
 
         Raises:
-            UserError: no whole number; it hears whole clips only, or its frames do not divide the chunk.
+            UserError: it hears whole clips only, or its frames do not divide the chunk.
         """
-        if isinstance(milliseconds, bool) or not isinstance(milliseconds, int):
-            raise UserError(f"chunk_ms is {milliseconds!r}; give a whole number of milliseconds, or 0 for whole questions")
         self.encoder.config = self.config.encoder.with_chunk(milliseconds)
         self.config = replace(self.config, encoder=self.encoder.config)
 

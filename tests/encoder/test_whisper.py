@@ -92,7 +92,7 @@ def test_company_order_and_padding_change_nothing(config: WhisperConfig) -> None
     beyond = torch.arange(mels.shape[2]) >= torch.tensor(lengths)[:, None]
     dirty = F.pad(mels.masked_fill(beyond[:, None], float("nan")), (0, 5), value=float("nan"))
     frames = [encoder.config.frames(len(clip)) for clip in sounds]
-    assert_near(encoder(dirty, torch.tensor(lengths), torch.tensor(frames)), torch.cat(solo))
+    assert_near(encoder(dirty, lengths, frames), torch.cat(solo))
 
 
 # ----------------------------------------------------------------------------------------------------- padded window

@@ -16,7 +16,7 @@ from omni.config import DecoderConfig, ModelConfig, ProjectorConfig, from_dict, 
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from omni.model.multitask_projector import CGC, LTB, MTAN, PLE, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE, make_sharing
+from omni.model.multitask_projector import CGC, LTB, MTAN, PLE, SHARING, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE
 from omni.model.projector import Projector
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
@@ -29,7 +29,7 @@ TASK = torch.tensor([0, 2, 1, 0, 2, 2])
 
 def made(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return make_sharing(name, 6, 8, 3).eval()
+    return SHARING[name](6, 8, 3).eval()
 
 
 def features() -> Tensor:
