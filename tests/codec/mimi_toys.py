@@ -10,8 +10,6 @@ from torch import Tensor
 from transformers import MimiConfig as ReferenceConfig
 from transformers import MimiModel
 
-from omni.codec.mimi import MimiCodec
-
 # kyutai/mimi made small, and one with everything that it leaves out. Windows of 5 and 4 frames.
 PLAIN: dict[str, Any] = dict(
     hidden_size=32,
@@ -69,11 +67,6 @@ def save(config: dict[str, Any], folder: Path, gain: float = 0.02) -> None:
         model.decoder.decoder_seanet.layers[-1].conv.weight.mul_(gain)
         model.encoder.downsample.conv.weight.mul_(0.1)  # latents of the size of the codebooks' entries
         model.save_pretrained(folder)
-
-
-def random_codes(codec: MimiCodec, frames: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, codec.codebook_sizes[0], (len(codec.codebook_sizes), frames), generator=generator)
 
 
 def random_sound(samples: int, seed: int = 0) -> Tensor:

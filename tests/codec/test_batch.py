@@ -17,16 +17,17 @@ from omni.codec.mimi import MimiCodec
 from omni.codec.registry import load_codec
 from omni.codec.snac import SnacCodec
 from omni.errors import UserError
-from tests.codec.test_codec import MIMI, SNAC_A, SNAC_B, random_codes
+from tests.codec.mimi_toys import PLAIN
+from tests.codec.test_codec import SNAC_A, SNAC_B, random_codes
 
-MIMI_REPLICATE: dict[str, Any] = MIMI | {"pad_mode": "replicate", "use_conv_shortcut": True, "num_residual_layers": 2}
+REPLICATE: dict[str, Any] = PLAIN | {"pad_mode": "replicate", "use_conv_shortcut": True, "num_residual_layers": 2}
 
 
 def codec_of(name: str, device: str = "cpu") -> Any:
     if name == "codec2":
         return load_codec("codec2")
     if name.startswith("mimi"):
-        return MimiCodec.random(1, device, **(MIMI if name == "mimi" else MIMI_REPLICATE))
+        return MimiCodec.random(1, device, **(PLAIN if name == "mimi" else REPLICATE))
     return SnacCodec.random(1, device, **(SNAC_A if name == "snac_a" else SNAC_B))
 
 

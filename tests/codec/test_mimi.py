@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from transformers import MimiModel
 from omni.codec.mimi import ENCODE_FRAMES, MimiCodec
 from omni.errors import UserError
 from omni.layout import Layout
-from tests.codec.mimi_toys import ODD, PLAIN, random_codes, random_sound, save
+from tests.codec.mimi_toys import ODD, PLAIN, random_sound, save
+from tests.codec.test_codec import random_codes
 
 
 class Pair(NamedTuple):
@@ -109,21 +110,6 @@ def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
     assert kept[1] - kept[0] < 64  # digits of the position
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
-def test_nothing_is_left_on_another_device(config: dict[str, Any], tmp_path: Path) -> None:
-    """On the meta device every mixture of devices is an error, as it would be on a GPU."""
-    save(config, tmp_path)
-    codec = MimiCodec.from_folder(tmp_path, "meta")
-    streams = codec.streams()
-    rows = [streams.open(), streams.open()]
-    for _ in range(3):
-        sounds = codec._pass(streams, rows, torch.zeros(2, 8, 1, dtype=torch.long, device="meta"))
-        assert all(sound.shape == (codec.frame_samples,) and sound.device.type == "meta" for sound in sounds)
-    codes = codec._encode(torch.zeros(3 * codec.frame_samples, device="meta"))
-    assert codec.device.type == "meta" and codes.shape == (8, 3) and codes.device.type == "meta"
-
-
 def test_the_real_size() -> None:
     codec = MimiCodec.random(0, num_hidden_layers=1, intermediate_size=64, num_quantizers=10)
     assert (codec.name, codec.sample_rate, codec.frame_samples, codec.frame_rate) == ("mimi", 24000, 1920, 12.5)
@@ -132,13 +118,3 @@ def test_the_real_size() -> None:
     assert sound.shape == (3840,) and sound.std() > 0.01
     assert torch.equal(codec.decode(codec.encode(sound)), codec.decode(codec.encode(sound), seed=1))
     assert Layout.build(codec.codebook_sizes, 32000).codebook_sizes == codec.codebook_sizes
-
-
-def test_random_codecs_repeat_and_leave_the_global_state_alone() -> None:
-    state = torch.random.get_rng_state()
-    sizes: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in PLAIN.items()}
-    one, same, other = (MimiCodec.random(seed, **sizes) for seed in (1, 1, 2))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    codes = random_codes(one, 4)
-    assert torch.equal(one.decode(codes), same.decode(codes))
-    assert not torch.equal(one.decode(codes), other.decode(codes))

@@ -16,7 +16,8 @@ from omni.codec.mimi import MimiCodec
 from omni.codec.mimi_network import MimiConfig, read_config
 from omni.codec.registry import load_codec
 from omni.errors import UserError
-from tests.codec.mimi_toys import PLAIN, random_codes, save
+from tests.codec.mimi_toys import PLAIN, save
+from tests.codec.test_codec import random_codes
 
 
 @pytest.fixture

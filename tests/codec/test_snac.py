@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 from snac import SNAC
 from snac.layers import NoiseBlock
-from torch import Tensor, nn
+from torch import Tensor
 
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ, Noise, SnacCodec, from_levels, keyed_noise, mix32, noise_key, stream_levels, to_levels
 from omni.errors import UserError
+from tests.codec.test_codec import random_codes
 
 MINI_OMNI = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50)
 ODD = dict(MINI_OMNI, encoder_rates=[2, 3], decoder_dim=16, decoder_rates=[3, 2], vq_strides=[2, 1], depthwise=False)
@@ -42,11 +43,6 @@ def pair(config: dict[str, Any]) -> tuple[SNAC, SnacCodec]:
 @pytest.fixture(params=[MINI_OMNI, ODD], ids=["mini-omni", "odd"])
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.param
-
-
-def random_codes(codec: SnacCodec, frames: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, codec.codebook_sizes[0], (len(codec.codebook_sizes), frames), generator=generator)
 
 
 def noise_of(seed: int, layer: int, start: int, count: int) -> Tensor:
@@ -156,17 +152,6 @@ def test_the_real_size() -> None:
     assert torch.equal(torch.cat(parts), codec.decode(codes))
 
 
-def test_nothing_is_left_on_another_device(config: dict[str, Any]) -> None:
-    """On the meta device every mixture of devices is an error, as it would be on a GPU."""
-    codec = SnacCodec(package_model(config).to("meta"), "meta")
-    codes = torch.zeros(len(codec.codebook_sizes), 6, dtype=torch.long, device="meta")
-    streams = codec.streams(6)
-    rows = [streams.open(), streams.open()]
-    samples = [*codec._pass(streams, rows, codes.expand(2, -1, -1)), *codec._end(streams, rows)]
-    assert sum(len(part) for part in samples) == 2 * 6 * codec.frame_samples
-    assert {part.device.type for part in samples} == {"meta"}
-
-
 # -- the noise -----------------------------------------------------------------------------------------------
 
 
@@ -255,14 +240,3 @@ def test_folders_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     refused(r"do not fit its config\.json")
     config.write_text("{")
     refused("not JSON")
-
-
-def test_random_codecs_repeat_and_leave_the_global_state_alone() -> None:
-    state = torch.random.get_rng_state()
-    one, same, other = (SnacCodec.random(seed, **MINI_OMNI) for seed in (1, 1, 2))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    codes = random_codes(one, 4)
-    assert torch.equal(one.decode(codes), same.decode(codes))
-    assert not torch.equal(one.decode(codes), other.decode(codes))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert not any(isinstance(module, nn.ConvTranspose1d) for module in one._model.modules())
