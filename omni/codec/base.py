@@ -181,11 +181,9 @@ class AudioCodec(ABC):
         """A new decoding stream, independent of every other; see `CodecStream`."""
 
     def batch(self) -> CodecBatch:
-        """A batch that decodes any number of streams, with one call for several; see `CodecBatch`.
-
-        This one takes streams in turn, which serves every codec. A codec that decodes several together returns its own.
-        """
-        return StreamsInTurn(self)
+        """A batch that decodes any number of streams, with one call for several; a codec that decodes them together has its
+        own."""
+        return CodecBatch(self)
 
     @abstractmethod
     def _encode(self, audio: Tensor) -> Tensor:
@@ -253,8 +251,8 @@ class Decoding:
     pushed: int = 0
 
 
-class CodecBatch(ABC):
-    """Decodes several streams together.
+class CodecBatch:
+    """Decodes several streams in a call; this one takes `CodecStream`s in turn, which serves every codec.
 
     Sounds are float32 `[S]` on the host, each in memory of its own: one copy brings those of a call from the codec's device.
     Codes are best on the host too, where looking at their values waits for nothing. A sound that is not finite is a failure.
@@ -369,37 +367,20 @@ class CodecBatch(ABC):
                 entry.pushed += codes.shape[2]
         return dict(zip(streams, sounds, strict=True))
 
-    @abstractmethod
     def _start(self, seed: int) -> Any:
         """Returns the state of a new stream."""
-
-    @abstractmethod
-    def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
-        """Sounds, on any device, of checked codes `[N, K, f]` on the codec's device, or the failures; f > 0."""
-
-    @abstractmethod
-    def _finish(self, states: Sequence[Any]) -> list[Tensor | Exception]:
-        """The rests of streams that have taken at least one frame each; `_stop` follows."""
-
-    @abstractmethod
-    def _stop(self, state: Any) -> None:
-        """Frees the state of a stream, finished or not."""
-
-
-class StreamsInTurn(CodecBatch):
-    """The batch of a codec that has no other: its streams one after another."""
-
-    def _start(self, seed: int) -> Any:
         return self.codec.stream(seed)
 
     def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
+        """Sounds, on any device, of checked codes `[N, K, f]` on the codec's device, or the failures; f > 0."""
         return [_attempt(stream.push, own) for stream, own in zip(states, codes, strict=True)]
 
     def _finish(self, states: Sequence[Any]) -> list[Tensor | Exception]:
+        """The rests of streams that have taken at least one frame each; `_stop` follows."""
         return [_attempt(stream.finish) for stream in states]
 
     def _stop(self, state: Any) -> None:
-        pass  # a stream frees what it keeps when it is dropped
+        """Frees the state of a stream, finished or not; what a `CodecStream` keeps goes with it."""
 
 
 def _attempt(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor | Exception:

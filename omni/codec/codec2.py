@@ -168,9 +168,6 @@ class _Codec2Stream(CodecStream):
 class _Codec2Batch(CodecBatch):
     """Streams whose frames are packed and converted together."""
 
-    def _start(self, seed: int) -> Any:
-        return self.codec.stream(seed)
-
     def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
         # NumPy copies: for each of PyTorch's the thread would let another one run, and wait for it.
         return [torch.from_numpy(sound.copy()) for sound in _decoded(states, codes.transpose(0, 1).flatten(1))]

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
@@ -63,7 +64,7 @@ class MimiCodec(NetworkCodec):
         self._encoder = Network(encoder(config, take), config.frame_samples)
         self._decoder = Network(decoder(config, take), 1)
         self._quantizer = quantizer(config, take, codebooks)
-        self.device = self._quantizer.parts[0].tables[0].device
+        self.device = self._quantizer[0].tables[0].device
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device = "cpu", codebooks: int = CODEBOOKS) -> MimiCodec:
@@ -78,12 +79,21 @@ class MimiCodec(NetworkCodec):
             raise UserError(f"no weights in {folder}: the codec mimi reads model.safetensors only (no pickles)")
         refuse_pointer(path)
         try:
-            with safe_open(path, "pt") as file:
-                stored = _Stored(file, path, torch.device(device))
-                codec = cls(config, stored, codebooks)
-                stored.check_rest()
+            tensors = load_file(path)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is truncated or no safetensors file ({error}): fetch it again") from error
+
+        def take(name: str, *shape: int) -> Tensor:
+            tensor = tensors.pop(name, None)
+            if tensor is None or tensor.shape != shape or not tensor.is_floating_point():
+                held = "not there" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                raise UserError(f"{path}: {name} is {held}; config.json asks for floats {list(shape)}: fetch both again")
+            return tensor.to(device, torch.float32)
+
+        codec = cls(config, take, codebooks)
+        rest = sorted(name for name in tensors if not name.startswith("quantizer."))  # codebooks may be left out
+        if rest:
+            raise UserError(f"{path} has a tensor {rest[0]} that its config.json does not ask for: fetch both again")
         return codec
 
     @classmethod
@@ -96,8 +106,9 @@ class MimiCodec(NetworkCodec):
         return cls(MimiConfig(**config), functools.partial(_random, generator, torch.device(device)), codebooks)
 
     def latents(self, codes: Tensor) -> Tensor:
-        joined = codes.transpose(0, 1).flatten(1)  # [K, N * F]
-        return self._quantizer.decode(joined).unflatten(0, (codes.shape[0], -1))
+        rows = codes.transpose(0, 1).flatten(1).split([len(part.tables) for part in self._quantizer])  # [k, N * F] each
+        latents = torch.stack([part.decode(own) for part, own in zip(self._quantizer, rows, strict=True)]).sum(0)
+        return latents.unflatten(0, (codes.shape[0], -1))
 
     def _encode(self, audio: Tensor) -> Tensor:
         audio = F.pad(audio, (0, -audio.shape[0] % self.frame_samples))
@@ -105,33 +116,7 @@ class MimiCodec(NetworkCodec):
         rows = [streams.open()]
         pieces = audio[None, :, None].split(ENCODE_FRAMES * self.frame_samples, dim=1)
         latents = [streams.run(rows, piece, piece.shape[1] // self.frame_samples)[0] for piece in pieces]
-        return torch.cat([self._quantizer.encode(piece) for piece in latents], dim=1)
-
-
-class _Stored:
-    """Gives the tensors of an open safetensors file and remembers the names that were asked for."""
-
-    def __init__(self, file: Any, path: Path, device: torch.device) -> None:
-        self._file, self._path, self._device = file, path, device
-        self._rest = set(file.keys())
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        if name not in self._rest:
-            raise UserError(f"{self._path} has no tensor {name}, which its config.json asks for: fetch both again")
-        self._rest.discard(name)
-        tensor: Tensor = self._file.get_tensor(name)
-        if tensor.shape != shape or not tensor.is_floating_point():
-            raise UserError(
-                f"{name} in {self._path} is {tensor.dtype} {list(tensor.shape)}, and its config.json asks for "
-                f"floating-point {list(shape)}: fetch both again"
-            )
-        return tensor.to(self._device, torch.float32)
-
-    def check_rest(self) -> None:
-        """UserError for a tensor of the file that no part of the codec has asked for; codebooks may be left out."""
-        rest = sorted(name for name in self._rest if not name.startswith("quantizer."))
-        if rest:
-            raise UserError(f"{self._path} has a tensor {rest[0]} that its config.json does not ask for: fetch both again")
+        return torch.cat([torch.cat([part.encode(piece) for part in self._quantizer]) for piece in latents], dim=1)
 
 
 def _random(generator: torch.Generator, device: torch.device, name: str, *shape: int) -> Tensor:

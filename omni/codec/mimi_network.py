@@ -143,26 +143,11 @@ class Codebooks(NamedTuple):
         return total if self.project_out is None else F.linear(total, self.project_out)
 
 
-class Quantizer(NamedTuple):
-    """The split quantizer, with the codebooks that are in use."""
-
-    parts: tuple[Codebooks, ...]
-
-    def encode(self, latents: Tensor) -> Tensor:
-        """Codes `[K, F]` of latents `[F, D]`."""
-        return torch.cat([part.encode(latents) for part in self.parts])
-
-    def decode(self, codes: Tensor) -> Tensor:
-        """Latents `[F, D]` of codes `[K, F]`."""
-        rows = codes.split([len(part.tables) for part in self.parts])
-        return torch.stack([part.decode(own) for part, own in zip(self.parts, rows, strict=True)]).sum(0)
-
-
-def quantizer(config: MimiConfig, take: Take, codebooks: int) -> Quantizer:
-    """The quantizer with the first `codebooks` of its codebooks."""
+def quantizer(config: MimiConfig, take: Take, codebooks: int) -> list[Codebooks]:
+    """The split quantizer with the first `codebooks` of its codebooks: latents are the sum of what its parts decode."""
     semantic = min(codebooks, config.num_semantic_quantizers)
     counts = {"semantic": semantic, "acoustic": codebooks - semantic}
-    return Quantizer(tuple(_codebooks(config, take, name, count) for name, count in counts.items() if count))
+    return [_codebooks(config, take, name, count) for name, count in counts.items() if count]
 
 
 def encoder(config: MimiConfig, take: Take) -> list[Layer]:

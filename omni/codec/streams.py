@@ -76,39 +76,29 @@ class Network:
 
 
 class StreamCall:
-    """One pass of some streams through a network.
+    """One pass of streams through a network.
 
     Args:
+        streams: all streams of the network.
+        rows: the streams of this call.
         state: rows `[N, size]` of the layers' state, which they change.
         words: rows `[N, 1 + 4 * keys]` of int64: the frames before this call, then each key.
-        caches: of all streams.
-        rows: number of each row in the caches.
-        begun: the frames before this call, as the host knows them.
         frames: of this call; at the end of streams (`last`) none.
-        reach: frames after which no layer has outputs before a stream's start.
     """
 
     def __init__(
-        self,
-        state: Tensor,
-        words: Tensor,
-        caches: list[KVCache],
-        rows: list[int],
-        begun: list[int],
-        frames: int,
-        last: bool,
-        reach: int,
+        self, streams: Streams, rows: Sequence[StreamRow], state: Tensor, words: Tensor, frames: int, last: bool
     ) -> None:
         self.frames, self.last = frames, last
-        self._state, self._words, self._caches, self._rows = state, words, caches, rows
-        self._fresh = [row for row, count in enumerate(begun) if count == 0]
-        self._young = [(row, count) for row, count in enumerate(begun) if count < reach]
-        self._oldest, self._reach = max(begun), reach
+        self._streams, self._rows, self._state, self._words = streams, rows, state, words
+        self._fresh = [n for n, row in enumerate(rows) if row.frames == 0]
+        self._young = [(n, row.frames) for n, row in enumerate(rows) if row.frames < streams.reach]
+        self._oldest = max(row.frames for row in rows)
 
     def cache(self, number: int) -> KVCache:
         """The rows of this call in a cache."""
-        cache = self._caches[number]
-        return cache if len(self._rows) == cache.rows else cache.select(self._rows)
+        cache = self._streams.caches[number]
+        return cache if len(self._rows) == cache.rows else cache.select([row.number for row in self._rows])
 
     def positions(self, timing: LayerTiming, count: int) -> Tensor:
         """Positions `[N, count]` (int64) of a layer's inputs, where `count` of them came."""
@@ -122,7 +112,7 @@ class StreamCall:
 
     def early(self, timing: LayerTiming, count: int) -> int:
         """How many of the first of `count` outputs are before the start of every stream; `timing` is that behind the layer."""
-        if self._oldest >= self._reach:
+        if self._oldest >= self._streams.reach:
             return 0
         return self._before(timing, count, self._oldest)
 
@@ -178,15 +168,20 @@ class StreamRow:
 
 
 class Streams:
-    """The streams of a network; `chunk` is the largest number of frames of one call."""
+    """The streams of a network; `chunk` is the largest number of frames of one call.
+
+    Attributes:
+        reach: frames after which no layer has outputs before a stream's start.
+        caches: of the layers that attend, with a row for each stream.
+    """
 
     def __init__(self, network: Network, device: torch.device, chunk: int = 1) -> None:
         self._network, self._chunk = network, chunk
-        self._reach = -(-network.end.lag // network.end.rate)
+        self.reach = -(-network.end.lag // network.end.rate)
         self._rows: list[StreamRow] = []
         self._state = torch.empty(0, network.size, dtype=torch.float32, device=device)
         self._words = torch.empty(0, 1 + 4 * len(network.words), dtype=torch.long, device=device)
-        self._caches = [make(0, chunk) for make in network.caches]
+        self.caches = [make(0, chunk) for make in network.caches]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -199,7 +194,7 @@ class Streams:
         self._state[row.number].zero_()
         words = [0, *(word for key in self._network.words for word in key(seed))]
         self._words[row.number] = to_device(torch.tensor(words), self._words.device)
-        for cache in self._caches:
+        for cache in self.caches:
             cache.reset([row.number])
         self._rows.append(row)
         return row
@@ -211,7 +206,7 @@ class Streams:
             self._rows[row.number] = last
             for memory in (self._state, self._words):
                 memory[row.number] = memory[last.number]
-            for cache in self._caches:
+            for cache in self.caches:
                 cache.copy_row(last.number, row.number)
             last.number = row.number
         if 4 * len(self._rows) <= len(self._state) > 1:
@@ -230,8 +225,7 @@ class Streams:
         else:
             index = to_device(torch.tensor(indices), self._state.device)
             kept, words = self._state[index], self._words[index]
-        begun = [row.frames for row in rows]
-        call = StreamCall(kept, words, self._caches, indices, begun, frames, last, self._reach)
+        call = StreamCall(self, rows, kept, words, frames, last)
         for layer in self._network.layers:
             x = layer(x, call)
         if not last:
@@ -245,9 +239,9 @@ class Streams:
         return [own[start:] for own, start in zip(x, starts, strict=True)]
 
     def _resize(self, rows: int) -> None:
-        used, state, words, caches = len(self._rows), self._state, self._words, self._caches
+        used, state, words, caches = len(self._rows), self._state, self._words, self.caches
         self._state, self._words = (old.new_zeros(rows, old.shape[1]) for old in (state, words))
         self._state[:used], self._words[:used] = state[:used], words[:used]
-        self._caches = [make(rows, self._chunk) for make in self._network.caches]
-        for cache, old in zip(self._caches, caches, strict=True):
+        self.caches = [make(rows, self._chunk) for make in self._network.caches]
+        for cache, old in zip(self.caches, caches, strict=True):
             cache.take(old, used)

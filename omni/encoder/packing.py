@@ -126,7 +126,7 @@ def pack(
     wanted = torch.tensor(list(frames), dtype=torch.long)
     bounds = bounds and len(order) > 0
     ends = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)]).int()
-    plan = Packing(
+    return Packing(
         source=to_device(source * live, device),
         gaps=to_device(~live[:, None], device),
         kept=to_device((starts // 2).repeat_interleave(tokens) + positions, device),
@@ -135,7 +135,6 @@ def pack(
         clips=PackedRows(to_device(ends, device), int(tokens[-1]), causal=False) if bounds else None,
         output=to_device(first.repeat_interleave(wanted) + _ragged_arange(wanted), device),
     )
-    return plan
 
 
 def _groups(tokens: list[int], ratio: float, chunks: Chunks | None, device: torch.device) -> list[AttentionGroup]:

@@ -108,22 +108,19 @@ class WhisperConfig(EncoderConfig):
         if self.normalize != "none":
             raise UserError(f"encoder.normalize={self.normalize}: mode=chunked cannot know the rest of a clip; take none")
         frame, (low, high) = 1000 / self.frames_per_second, self.train_chunk_ms
-        for name, value in (
-            ("chunk_ms", self.chunk_ms or frame),
-            ("train_chunk_ms", low),
-            ("train_chunk_ms", high),
-            ("history_ms", self.history_ms or frame),
+        for name, value, zero in (
+            ("chunk_ms", self.chunk_ms or frame, ", or 0 for the whole clip"),
+            ("train_chunk_ms", low, ""),
+            ("train_chunk_ms", high, ""),
+            ("history_ms", frame if self.history_ms is None else self.history_ms, ", or null for all of the clip"),
         ):
             if not frame <= value <= 1000 * self.window_seconds or value % frame:
-                zero = {"chunk_ms": ", or 0 for the whole clip", "history_ms": ", or null for all of the clip"}.get(name, "")
                 raise UserError(
                     f"encoder.{name}={value:g}: give a multiple of a frame, {frame:g} ms, up to the window's "
                     f"{self.window_seconds:g} s{zero}"
                 )
         if low > high:
             raise UserError(f"encoder.train_chunk_ms={low} to {high}: the shortest comes first")
-        if self.history_ms == 0:
-            raise UserError("encoder.history_ms=0: a chunk that hears nothing before it is no listener; give at least a frame")
 
     def frames_in(self, milliseconds: float) -> int:
         """Encoder frames of so many milliseconds."""

@@ -70,7 +70,7 @@ def refused(place: Path, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ("decoder", {"layers": 100}, r"tensor decoder.blocks.2.\S+ is missing"),
         ("decoder", {"heads": 4096, "head_dim": 256}, r"q.weight has shape \[32, 32\].* \[1048576, 32\]"),
         ("encoder", {"window_seconds": 3000}, r"positional_embedding has shape \[100, 16\].* \[150000, 16\]"),
-        ("projector", {"settings": {"layers": 10**6}}, "projector.settings.layers is 1000000; it must be a whole number from 1 to 1000"),
+        ("projector", {"settings": {"layers": 10**6}}, "projector.settings.layers is 1000000; .* whole number from 1 to 1000"),
     ],
 )  # fmt: skip
 def test_more_than_the_weights_hold_is_refused_at_once(

@@ -196,9 +196,7 @@ def test_the_failures_of_a_plug_in_stay_where_they_are() -> None:
 def damaged(name: str) -> Any:
     """A codec whose code 0 of the first codebook is not a number."""
     codec = codec_of(name)
-    table = (
-        codec._quantizer.parts[0].tables[0] if name.startswith("mimi") else codec._model.quantizer.quantizers[0].codebook.weight
-    )
+    table = codec._quantizer[0].tables[0] if name.startswith("mimi") else codec._model.quantizer.quantizers[0].codebook.weight
     table[0] = float("nan")
     return codec
 
@@ -237,7 +235,7 @@ def test_memory_follows_the_number_of_streams(name: str) -> None:
 
     def held() -> int:
         streams = batch._streams
-        assert all(cache.rows == len(streams._state) for cache in streams._caches)
+        assert all(cache.rows == len(streams._state) for cache in streams.caches)
         return len(streams._state)
 
     streams = [batch.open() for _ in range(33)]

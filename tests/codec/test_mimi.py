@@ -105,7 +105,7 @@ def test_what_a_stream_keeps_does_not_grow(pair: Pair) -> None:
     for frames in (1, 40):
         stream.push(random_codes(pair.codec, frames))
         streams = vars(stream)["_streams"]  # whole storages: views count for all they keep alive
-        held = [streams._state, streams._words, *streams._caches]
+        held = [streams._state, streams._words, *streams.caches]
         kept.append(len(pickle.dumps([vars(one) if hasattr(one, "__dict__") else one for one in held])))
     assert kept[1] - kept[0] < 64  # digits of the position
 
