@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ def bench(options: BenchOptions) -> None:
     for subject in subjects:
         if options.sessions is not None:
             live = live_table(options, device, subject, sound)
-            plain.append(live.plain())
+            plain.append(asdict(live))
             if not options.json:
                 live.show()
             if options.plot is not None:
@@ -91,7 +92,12 @@ def _tables(
     options: BenchOptions, device: torch.device, name: str | None, sound: Tensor
 ) -> Iterator[tuple[str, list[FigureRow]]]:
     """Tables of a preset with random weights, or of the options' model folder, whose answers end by themselves."""
-    lm = _loaded(options, device, name)
+    if name is None:
+        folder_config(options)  # which says what the folder lacks
+        own: Any = {"kernels": options.kernels, "quantize": options.quantize}
+        lm = SpeechLM.from_pretrained(find_model(options.model or ""), device, options.dtype, **own)
+    else:
+        lm = preset_lm(name, device, options.dtype, options.quantize, "variable")
     with cpu_threads(options.threads, lm.model) as threads:
         use_fast(lm.model, options.kernels == "fast" and device.type == "cpu")
         compiled, assist = name is not None and device.type == "cuda", name not in (None, "nano")
@@ -101,14 +107,6 @@ def _tables(
         rows = "text assist (two rows)" if assist else "one row"
         yield f"streaming: {title}, {rows}", _streaming(lm, options, sound, assist)
         yield f"steps: {title}, {rows}", _steps(lm, options, 2 if assist else 1, compiled)
-
-
-def _loaded(options: BenchOptions, device: torch.device, name: str | None) -> SpeechLM:
-    if name is None:
-        folder_config(options)  # which says what the folder lacks
-        own = {"kernels": options.kernels, "quantize": options.quantize}
-        return SpeechLM.from_pretrained(find_model(options.model or ""), device, options.dtype, **own)  # type: ignore[arg-type]
-    return preset_lm(name, device, options.dtype, options.quantize, "variable")
 
 
 def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, assist: bool) -> list[FigureRow]:

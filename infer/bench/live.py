@@ -14,7 +14,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -196,20 +196,17 @@ class LiveFigures:
 
 @dataclass(frozen=True)
 class LiveTable:
-    """Figures of one model, whose frames of sound play for `frame` seconds each."""
+    """Figures of one model, whose frames of sound play for `frame_seconds` each."""
 
     title: str
-    frame: float
+    frame_seconds: float
     runs: list[LiveFigures]
-
-    def plain(self) -> dict[str, Any]:
-        """The table for JSON."""
-        return {"title": self.title, "frame_seconds": self.frame, "runs": [asdict(run) for run in self.runs]}
 
     def show(self) -> None:
         """Prints the table; three times are the 50th, 95th and 99th percentile."""
         print_table(self.title, COLUMNS, [cells(run) for run in self.runs])
-        print(f"a frame plays {1e3 * self.frame:.0f} ms; times are 50th, 95th and 99th percentile; CPU in shares of a core")
+        frame = f"{1e3 * self.frame_seconds:.0f} ms"
+        print(f"a frame plays {frame}; times are 50th, 95th and 99th percentile; CPU in shares of a core")
 
     def largest_without_underrun(self) -> int | None:
         """The largest number up to which somebody heard something, and nobody a gap; None for none."""
@@ -251,7 +248,7 @@ def draw(table: LiveTable, file: Path) -> Path:
             axis.set_ylabel(f"{name.replace('_', ' ')} (ms)")
         late, step, first = axes[:, 0]
         late.axhline(0.0, color=INK, linewidth=1.2, label="due")
-        step.axhline(1e3 * table.frame, color=INK, linewidth=1.2, label=f"a frame, {1e3 * table.frame:.0f} ms")
+        step.axhline(1e3 * table.frame_seconds, color=INK, linewidth=1.2, label=f"a frame, {1e3 * table.frame_seconds:.0f} ms")
         first.set_xlabel("live sessions")
         late.set_title("\n".join(textwrap.wrap(printable(table.title, 200), 95)))
     return file

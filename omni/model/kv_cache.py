@@ -57,12 +57,16 @@ class KVCache:
     A mask alone does not hide NaN (0 * NaN is NaN). So a slot that was forgotten is zeroed before it is read again, whatever it
     holds by then: `_clean` counts, on the host, the first slots of each row that were written or zeroed since.
 
+    `writes` are the slots that the present forward writes, [B * T], among all [B, S + 1] of `keys`; `begin_forward` sets them.
+
     Args:
         layers, rows, heads, head_dim: shape of the cache (`heads` are key/value heads).
         length: positions a row can hold; with a window the positions are unbounded.
         window: sliding window of the attention, None for all.
         chunk: longest piece that is fed at once (matters with a window only).
     """
+
+    writes: Tensor
 
     def __init__(
         self,
@@ -91,7 +95,6 @@ class KVCache:
         self._indices: Sequence[int] = range(rows)  # the rows of this view among all
         self._visible = self.slots
         self._rows: Tensor | None = None
-        self._writes: Tensor | None = None
         self._layers: list[_Layer] = []
 
     @property
@@ -101,12 +104,6 @@ class KVCache:
     @property
     def device(self) -> torch.device:
         return self.positions.device
-
-    @property
-    def writes(self) -> Tensor:
-        """The slots that this forward writes, [B * T], among all [rows, S + 1] of `keys`; the spare ones are of padding."""
-        assert self._writes is not None
-        return self._writes
 
     def select(self, rows: Sequence[int]) -> KVCache:
         """A view of some rows that shares this cache's memory: row i of a batch is row `rows[i]` of the cache.
@@ -208,8 +205,8 @@ class KVCache:
         slot = input_pos % self.slots if self.ring else input_pos
         slot = torch.where(input_pos >= 0, slot, self.slots)
         rows = torch.arange(self.rows, device=input_pos.device) if self._rows is None else self._rows
-        self._writes = (rows[:, None] * (self.slots + 1) + slot).flatten()
-        self.positions.view(-1).index_copy_(0, self._writes, input_pos.flatten())  # the spare slot gets a position below 0
+        self.writes = (rows[:, None] * (self.slots + 1) + slot).flatten()
+        self.positions.view(-1).index_copy_(0, self.writes, input_pos.flatten())  # the spare slot gets a position below 0
         held = self.positions if self._rows is None else self.positions[self._rows]
         held = held[:, None, None, : self._visible]
         now = input_pos[:, None, :, None]
@@ -228,7 +225,7 @@ class KVCache:
         self.clean()
         mask, writes = np.empty((len(now), self._visible), np.float32), np.empty(len(now), np.int64)
         compiled.place(now, rows, self.positions.numpy(), self.ring, self.window or 0, writes, mask)
-        self._writes = torch.from_numpy(writes)
+        self.writes = torch.from_numpy(writes)
         return torch.from_numpy(mask[:, None, None])
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,14 +234,12 @@ class KVCache:
                 "KVCache would be written in place while autograd records: to generate, run under torch.no_grad(); to "
                 "train, leave input_pos and cache None, or pass a FunctionalKVCache to train through a cache"
             )
-        if self._writes is None:
-            raise RuntimeError("KVCache.update needs begin_forward(input_pos) first, once per forward")
         dtype, wanted = self.dtype, k.dtype
         if wanted != dtype:
             k, v = k.to(dtype), v.to(dtype)
         here = self._layer(layer)
-        here.key_slots.index_copy_(0, self._writes, k.transpose(1, 2).flatten(0, 1))
-        here.value_slots.index_copy_(0, self._writes, v.transpose(1, 2).flatten(0, 1))
+        here.key_slots.index_copy_(0, self.writes, k.transpose(1, 2).flatten(0, 1))
+        here.value_slots.index_copy_(0, self.writes, v.transpose(1, 2).flatten(0, 1))
         keys, values = here.keys, here.values
         if self._rows is not None:
             keys, values = keys[self._rows], values[self._rows]

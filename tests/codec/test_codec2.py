@@ -87,16 +87,6 @@ def test_decoding_elsewhere_in_the_process_changes_nothing(codec: Codec2Codec) -
     assert torch.equal(torch.cat(heard), whole)
 
 
-def test_decoded_voice_follows_the_original(codec: Codec2Codec) -> None:
-    audio = voice()
-    sound = codec.decode(codec.encode(audio, 8000))
-    assert sound.shape == audio.shape
-    level = lambda x: x.reshape(-1, 320).square().mean(1).sqrt()  # noqa: E731
-    assert 0.5 < sound.std() / audio.std() < 2
-    lagged = level(sound)[1:]  # the codec lags by about one frame
-    assert torch.corrcoef(torch.stack([level(audio)[:-1], lagged]))[0, 1] > 0.8
-
-
 @pytest.mark.parametrize("fill", ["lowest", "highest", "random"])
 def test_any_codes_give_sound(codec: Codec2Codec, fill: str) -> None:
     sizes = torch.tensor(codec.codebook_sizes)[:, None]

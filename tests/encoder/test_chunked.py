@@ -81,17 +81,6 @@ def test_whole_clips_are_heard_alike_in_any_company(name: str) -> None:
         assert_near(frames, encoder.encode([clip])[0], 1e-5)
 
 
-def test_features_of_pieces_are_bitwise_those_of_chunks() -> None:
-    audio = sound(16_000)
-    whole = SMALL.features(audio)
-    before, pieces = torch.zeros(240), []
-    for piece in audio.split(5120):
-        pieces.append(SMALL.features_after(before, piece))
-        before = torch.cat([before, piece])[-240:]
-    assert_near(torch.cat(pieces, dim=1), whole, 1e-5)
-    assert SMALL.features(2 * audio).ge(whole).all()  # a fixed floor: what is louder is heard louder, and nothing falls
-
-
 def test_frames_come_when_their_chunk_is_there_and_nothing_looks_ahead() -> None:
     torch.manual_seed(0)
     encoder = build_encoder(SMALL).eval()

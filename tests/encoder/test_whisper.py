@@ -132,17 +132,9 @@ def heard(encoder: WhisperEncoder, sound: torch.Tensor) -> torch.Tensor:
     return encoder(mels, lengths, [encoder.config.frames(len(clip)) for clip in clips])
 
 
-@CONFIGS
-@pytest.mark.parametrize("mode", ["variable", "padded"])
-def test_frames_are_what_forward_returns(config: WhisperConfig, mode: Any) -> None:
-    if mode == "padded" and config.hop != 160:
-        with pytest.raises(UserError, match="hop=320"):
-            replace(config, mode=mode)
-        return
-    encoder = WhisperEncoder(replace(config, mode=mode, long_audio="split"))
-    for samples in (1, 200, 321, 8001, config.max_samples, config.max_samples + 1, 2 * config.max_samples + 999):
-        sound = torch.randn(samples)
-        assert heard(encoder, sound).shape == (encoder.config.frames(samples), config.width)
+def test_the_padded_window_is_for_released_checkpoints() -> None:
+    with pytest.raises(UserError, match="hop=320"):
+        replace(COARSE, mode="padded")
 
 
 @pytest.mark.parametrize("mode", ["variable", "padded"])
@@ -272,17 +264,3 @@ def test_normalised_features_are_each_clips_own(config: WhisperConfig, span: flo
     for mel, length in zip(mels, lengths, strict=True):
         mel[:, length:] = float("nan")
     assert_near(encoder(mels, lengths, [encoder.config.frames(len(sound)) for sound in sounds]), torch.cat(wanted), 1e-5)
-
-
-def test_normalised_it_does_not_hear_the_microphone() -> None:
-    torch.manual_seed(0)
-    encoder = WhisperEncoder(replace(SMALL, normalize="clip"))
-    (sound,) = clips((16000,))
-    mel = encoder.config.features(sound)
-    other = mel * 0.7 + torch.linspace(-0.2, 0.2, len(mel))[:, None]
-    one, two = (encoder(m[None], [m.shape[1]], [encoder.config.frames(len(sound))]) for m in (mel, other))
-    assert_near(two, one, 1e-5)
-    plain = WhisperEncoder(SMALL)
-    plain.load_state_dict(encoder.state_dict())
-    one, two = (plain(m[None], [m.shape[1]], [plain.config.frames(len(sound))]) for m in (mel, other))
-    assert (one - two).abs().max() > 0.05

@@ -23,7 +23,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from PIL import Image
 
 from infer.bench import people
 from infer.bench.live import COLUMNS, LiveFigures, LiveTable, cells, draw
@@ -324,14 +323,6 @@ def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypat
         del sys.modules["infer.bench.random_codecs"]
 
 
-@pytest.mark.long
-def test_the_picture_has_content(tmp_path: Path, whole_pictures: None) -> None:
-    file = draw(LiveTable("nano " * 40, 0.04, [figures(n) for n in (1, 2, 4)]), tmp_path / "curve.png")
-    with Image.open(file) as picture:
-        assert picture.format == "PNG" and min(picture.size) > 500
-        assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
-
-
 def figures(sessions: int, underruns: int = 0, late: float = -0.05) -> LiveFigures:
     few = Percentiles(late - 0.01, late, late, 2)
     return LiveFigures(
@@ -374,12 +365,7 @@ def test_a_line_of_the_table_has_every_column(capsys: pytest.CaptureFixture[str]
 
 MISTAKES = {
     "none": (("--sessions", "0"), "--sessions '0': '0' is no number of sessions; give numbers from 1 to 1024"),
-    "words": (("--sessions", "a,b"), "'a' is no number of sessions"),
-    "a gap": (("--sessions", "1,,2"), "'' is no number of sessions"),
-    "below zero": (("--sessions", "4,-1"), "'-1' is no number of sessions"),
     "too many": (("--sessions", "2000"), "give numbers from 1 to 1024"),
-    "a share": (("--sessions", "1", "--barge_in", "1.5"), "--barge_in is '1.5'; it must be less than or equal to 1"),
-    "no time": (("--sessions", "1", "--play_seconds", "0"), "--play_seconds is '0'; it must be greater than"),
     "no folder": (("--sessions", "1", "--plot", "none/x.png"), "there is no folder"),
     "a name": (("--sessions", "1", "--plot", "x.jpg"), "is no name of a PNG file; end it in .png"),
     "two pictures": (("--sessions", "1", "--plot", "x.png", "--preset", "nano,qwen3-0.6b"), "--plot draws one model"),

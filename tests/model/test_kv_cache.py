@@ -266,16 +266,6 @@ def test_bad_positions_are_refused(decoder, layout):
             decoder(random_tokens(layout, 2, 1), input_pos=torch.zeros(2, 1, dtype=torch.long), cache=cache)
 
 
-@torch.no_grad()
-def test_a_shorter_view_of_the_slots_changes_nothing(decoder, layout):
-    tokens = random_tokens(layout, 1, 9)
-    wide, short = make_cache(decoder, 1, 64, chunk=8), make_cache(decoder, 1, 64, chunk=8)
-    short.limit(16)
-    a, b = run(decoder, tokens, wide, [8, 1])[0], run(decoder, tokens, short, [8, 1])[0]
-    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert math.isfinite(float(a.sum()))
-
-
 @pytest.mark.long
 def test_a_compiled_step_makes_no_buffer_as_large_as_a_layer(monkeypatch):
     """Inductor writes keys, values and positions where they are; it used to clone all layers and write the clones back."""
