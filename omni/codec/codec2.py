@@ -45,23 +45,6 @@ class _SymbolInfo(ctypes.Structure):
     )
 
 
-def library_of(extension: str, symbol: str) -> str:
-    """Path of the shared library that gives `symbol` to the extension module file `extension`.
-
-    Asking the loader finds a library bundled in a wheel and one of the system alike. Raises UserError where
-    there is no such symbol, or no POSIX loader.
-    """
-    if os.name != "posix":
-        raise UserError(f"private copies of the library behind {extension} need Linux or macOS: run there")
-    function = getattr(ctypes.CDLL(extension), symbol, None)
-    info = _SymbolInfo()
-    if function is not None:
-        ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
-    if info.file is None:
-        raise UserError(f"{extension} reaches no function {symbol}: reinstall the package it belongs to")
-    return os.fsdecode(info.file)
-
-
 def load_private(path: str) -> ctypes.CDLL:
     """Loads a fresh copy of the shared library `path`; release it with `unload`.
 
@@ -227,12 +210,22 @@ def unpack(packed: np.ndarray) -> Tensor:
 
 @functools.cache
 def library_path() -> str:
-    """Path of the codec2 library that `pycodec2` uses; PackageError without the package."""
+    """Path of the codec2 library that `pycodec2` uses: the loader finds one bundled in its wheel and one of the system alike.
+
+    Raises PackageError without the package, and UserError where it reaches no such library, or the system is no POSIX one.
+    """
     try:
         from pycodec2 import pycodec2
     except ImportError as error:
         raise PackageError('codec2 needs the package pycodec2: pip install "omni-speech[nano]"') from error
-    return library_of(pycodec2.__file__, "codec2_create")
+    if os.name != "posix":
+        raise UserError("private copies of the codec2 library need Linux or macOS: run there")
+    info, function = _SymbolInfo(), getattr(ctypes.CDLL(pycodec2.__file__), "codec2_create", None)
+    if function is not None:
+        ctypes.CDLL(None).dladdr(ctypes.cast(function, ctypes.c_void_p), ctypes.byref(info))
+    if info.file is None:
+        raise UserError(f"{pycodec2.__file__} reaches no function codec2_create: reinstall pycodec2")
+    return os.fsdecode(info.file)
 
 
 @functools.cache

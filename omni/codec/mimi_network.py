@@ -17,10 +17,11 @@ network, are checked and refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -113,10 +114,8 @@ SMALLEST_USAGE = 1e-5
 ELU = Activation(F.elu)
 
 
-class Take(Protocol):
-    """Gives the tensor `name`, which must have `shape`, as float32 on the codec's device."""
-
-    def __call__(self, name: str, *shape: int) -> Tensor: ...
+Take = Callable[..., Tensor]
+"""`take(name, *shape)` gives the tensor `name`, which must have that shape, as float32 on the codec's device."""
 
 
 class Codebooks(NamedTuple):
@@ -263,16 +262,15 @@ def _codebooks(config: MimiConfig, take: Take, name: str, count: int) -> Codeboo
     return Codebooks(tuple(tables), project_in[:, :, 0], project_out[:, :, 0])
 
 
-_ONLY: dict[str, tuple[Any, str]] = {
-    "model_type": ("mimi", "this folder holds another kind of model"),
-    "audio_channels": (1, "the codec is mono"),
-    "use_causal_conv": (True, "a network that looks ahead cannot be streamed"),
-    "trim_right_ratio": (1.0, "a network that looks ahead cannot be streamed"),
-    "hidden_act": ("gelu", "no other activation is known"),
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "model_type": (("mimi",), "this folder holds another kind of model"),
+    "audio_channels": ((1,), "the codec is mono"),
+    "use_causal_conv": ((True,), "a network that looks ahead cannot be streamed"),
+    "trim_right_ratio": ((1.0,), "a network that looks ahead cannot be streamed"),
+    "hidden_act": (("gelu",), "no other activation is known"),
+    "pad_mode": (("constant", "replicate"), "no other can be streamed"),
 }
-
-
-_PAD_MODES = ("constant", "replicate")
+"""Values that a configuration may have, and why no others."""
 
 
 @dataclass(frozen=True)
@@ -316,10 +314,6 @@ class MimiConfig:
     sliding_window: int = 250
     rope_theta: float = 10000.0
 
-    def __post_init__(self) -> None:
-        if self.pad_mode not in _PAD_MODES:
-            raise UserError(f"Mimi pad_mode {self.pad_mode!r} cannot be streamed: use a model with one of {list(_PAD_MODES)}")
-
     @property
     def hop(self) -> int:
         """Samples of one position of the transformers."""
@@ -346,9 +340,10 @@ def read_config(path: Path) -> MimiConfig:
     entries = read_settings(path)
     if "model_type" not in entries:
         raise UserError(f"{path} has no model_type: the codec mimi reads folders in the format of kyutai/mimi")
-    for key, (value, why) in _ONLY.items():
-        if entries.get(key, value) != value:
-            raise UserError(f"{path}: {key} is {entries[key]!r}, and the codec mimi needs {value!r}: {why}")
+    for key, (values, why) in _ONLY.items():
+        if entries.get(key, values[0]) not in values:
+            needed = " or ".join(map(repr, values))
+            raise UserError(f"{path}: {key} is {entries[key]!r}, and the codec mimi needs {needed}: {why}")
     rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise UserError(f"{path}: rope_parameters {rope!r} are unknown to the codec mimi: it needs rope_type 'default'")

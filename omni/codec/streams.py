@@ -183,9 +183,6 @@ class Streams:
         self._words = torch.empty(0, 1 + 4 * len(network.words), dtype=torch.long, device=device)
         self.caches = [make(0, chunk) for make in network.caches]
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def open(self, seed: int = 0) -> StreamRow:
         """Starts a stream."""
         row = StreamRow(len(self._rows))

@@ -247,14 +247,11 @@ def normalized(mels: Tensor, lengths: Sequence[int], span: float = 8.0, blur: fl
     x = (x - x.sum(2, keepdim=True) / length).masked_fill(behind, 0.0)
     variance = x.square().sum((1, 2), keepdim=True) / (length * mels.shape[1])
     x = x * variance.clamp_min(1e-6).rsqrt()
-    return torch.einsum("nmf,bm->nbf", x, _smoother(mels.shape[1], blur).to(x.device)) if blur else x
-
-
-def _smoother(bands: int, deviation: float) -> Tensor:
-    """Weights [M, M] that smooth over the bands by a Gaussian; each row sums to 1, at the edges too."""
-    band = torch.arange(bands, dtype=torch.float32)
-    weights = torch.exp(-0.5 * ((band[:, None] - band) / deviation).square())
-    return weights / weights.sum(1, keepdim=True)
+    if not blur:
+        return x
+    band = torch.arange(mels.shape[1], dtype=torch.float32)
+    weights = torch.exp(-0.5 * ((band[:, None] - band) / blur).square())  # [M, M]; rows sum to 1 at the edges too
+    return torch.einsum("nmf,bm->nbf", x, (weights / weights.sum(1, keepdim=True)).to(x.device))
 
 
 class EncoderBlock(ResidualAttentionBlock):

@@ -50,12 +50,8 @@ def multiplied_in(x: Tensor) -> torch.dtype:
 
 def takes_packed(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether `attention` takes `PackedRows` in place of a mask: flash attention's sizes, half precision, Ampere or later."""
-    return device.type == "cuda" and packs(dtype, head_size) and _ampere(device.index or 0)
-
-
-def packs(dtype: torch.dtype, head_size: int) -> bool:
-    """Whether a GPU of Ampere or later takes `PackedRows` of this number format and size of a head."""
-    return dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256
+    fits = dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256
+    return device.type == "cuda" and fits and _ampere(device.index or 0)
 
 
 @lru_cache

@@ -69,5 +69,10 @@ def save(config: dict[str, Any], folder: Path, gain: float = 0.02) -> None:
         model.save_pretrained(folder)
 
 
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, ("opened", "w"))
+
+
 def random_sound(samples: int, seed: int = 0) -> Tensor:
     return torch.randn(samples, generator=torch.Generator().manual_seed(seed)) / 3

@@ -16,7 +16,7 @@ from omni.codec.mimi import MimiCodec
 from omni.codec.mimi_network import MimiConfig, read_config
 from omni.codec.registry import load_codec
 from omni.errors import UserError
-from tests.codec.mimi_toys import PLAIN, save
+from tests.codec.mimi_toys import PLAIN, Malicious, save
 from tests.codec.test_codec import random_codes
 
 
@@ -78,11 +78,6 @@ def test_weights_stored_in_half_precision(folder: Path) -> None:
     codes, full = random_codes(half, 5), MimiCodec.from_folder(folder)
     # Not bit for bit: some processors add up otherwise where tensors lie otherwise in memory.
     assert torch.allclose(half.decode(codes), full.decode(codes), rtol=0, atol=1e-6)
-
-
-class Malicious:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (open, ("opened", "w"))
 
 
 def test_weights_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from omni.codec.registry import load_codec
 from omni.codec.snac import SNAC_24KHZ, Noise, SnacCodec, from_levels, keyed_noise, mix32, noise_key, stream_levels, to_levels
 from omni.errors import UserError
+from tests.codec.mimi_toys import Malicious
 from tests.codec.test_codec import random_codes
 
 MINI_OMNI = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2], codebook_size=50)
@@ -55,13 +56,6 @@ def package_decode(model: SNAC, codec: SnacCodec, codes: Tensor) -> Tensor:
 
 
 # -- the order of codes --------------------------------------------------------------------------------------
-
-
-def test_streams_of_mini_omni() -> None:
-    assert stream_levels((4, 2, 1)) == (0, 1, 2, 2, 1, 2, 2)
-    assert stream_levels((2, 1)) == (0, 1, 1)
-    assert stream_levels((8, 4, 2, 1)) == (0, 1, 2, 3, 3, 2, 3, 3, 1, 2, 3, 3, 2, 3, 3)
-    assert stream_levels((1,)) == (0,)
 
 
 def test_levels_against_a_slow_reference() -> None:
@@ -212,11 +206,6 @@ def test_reading_a_folder(folder: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
     (folder / "pytorch_model.bin").unlink()
     assert torch.equal(load_codec("snac", str(folder)).decode(codes), expected.decode(codes))
-
-
-class Malicious:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (open, ("opened", "w"))
 
 
 def test_folders_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

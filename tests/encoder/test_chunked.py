@@ -15,6 +15,7 @@ from omni.encoder.whisper import WhisperEncoder, WhisperStream
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from tests.close import assert_near
+from tests.encoder.test_contract import sound
 from tests.encoder.test_whisper import whisper_of
 
 SMALL = WhisperConfig(width=32, heads=2, layers=2, window_seconds=3.0, mode="chunked", long_audio="split")
@@ -26,10 +27,6 @@ CONFIGS = {
 }
 # Less than a hop, around one and around a chunk, odd and even numbers of feature frames, a window and more of them.
 SAMPLES = (1, 159, 160, 161, 480, 5120, 5121, 5279, 5280, 24123, 48000, 48001, 48160, 100_000)
-
-
-def sound(samples: int, seed: int = 0) -> Tensor:
-    return torch.randn(samples, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
 def listen(encoder: Encoder, audio: Tensor, sizes: list[int]) -> list[Tensor]:

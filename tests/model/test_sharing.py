@@ -16,7 +16,7 @@ from omni.config import DecoderConfig, ModelConfig, ProjectorConfig, from_dict, 
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from omni.model.multitask_projector import CGC, LTB, MTAN, PLE, SHARING, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE
+from omni.model.multitask_projector import LTB, MTAN, PLE, SHARING, Bank, CrossStitch, DSelectK, Experts, Hard, MMoE
 from omni.model.projector import Projector
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
@@ -66,16 +66,6 @@ def test_mmoe_by_hand() -> None:
     for row, task, got in zip(x, TASK, module(x, TASK), strict=True):
         gate = F.linear(row, module.gates.weight[task], module.gates.bias[task]).softmax(-1)
         assert_near(got, sum(g * expert(module.experts, i, row) for i, g in enumerate(gate)), 1e-5)  # type: ignore[arg-type]
-
-
-def test_cgc_by_hand_never_asks_another_tasks_experts() -> None:
-    module, x = made("cgc"), features()
-    assert isinstance(module, CGC)
-    for row, task, got in zip(x, TASK.tolist(), module(x, TASK), strict=True):
-        gate = F.linear(row, module.gates[0].weight[task], module.gates[0].bias[task]).softmax(-1)
-        wanted = gate[0] * expert(module.private[0], task, row)
-        wanted = wanted + gate[1] * expert(module.common[0], 0, row) + gate[2] * expert(module.common[0], 1, row)
-        assert_near(got, wanted, 1e-5)
 
 
 def shaken(module: nn.Module) -> Any:
