@@ -57,9 +57,11 @@ class SoundDecoder(Generic[K]):
                     able.append(key)
                 except Exception as error:
                     sounds[key] = error
+            if not able:
+                continue
             codes = torch.from_numpy(np.array([frames[key] for key in able])).transpose(1, 2)  # [N, A, f]
             try:
-                sounds |= zip(able, self._batch.push([self._streams[key] for key in able], codes), strict=True) if able else ()
+                sounds |= zip(able, self._batch.push([self._streams[key] for key in able], codes), strict=True)
             except Exception as error:  # of the call as a whole: the thread goes on for others
                 sounds |= dict.fromkeys(able, error)
         return sounds
