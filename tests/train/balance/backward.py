@@ -9,60 +9,38 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from train.balance.balancer import Balancer, BalanceReport, FeatureHook
-from train.balance.rows import Rows, Sum, alone, flat, mixed, put_gradients, summed
+from train.balance.balancer import Balancer, BalanceReport
+from train.balance.rows import Rows, alone, flat, mixed, put_gradients, summed
 
 Losses = Tensor | Sequence[Tensor]
 
 
-class HookedNet(nn.Module):
-    """Encoder, hook, decoder; every position belongs to a task. The losses [m] are shares of the means over all positions,
-    whose tasks are `whole`."""
-
-    def __init__(self, whole: Tensor, hook: FeatureHook | None = None, checkpointing: bool = False) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-        self.whole, self.hook, self.checkpointing = whole, hook, checkpointing
-        g = torch.Generator().manual_seed(0)
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=g)
-
-    def forward(self, x: Tensor, task: Tensor | None = None) -> Tensor:
-        task = self.whole if task is None else task
-        features = self.features = checkpoint(self.encoder, x, use_reentrant=False) if self.checkpointing else self.encoder(x)
-        hooked = features if self.hook is None else self.hook(features, task)
-        out = checkpoint(self.decoder, hooked, use_reentrant=False) if self.checkpointing else self.decoder(hooked)
-        loss = (out[:, 0].float() - 1).square()
-        return torch.stack([loss[task == t].sum() / (self.whole == t).sum() for t in range(3)])
-
-
 def backward(
     balancer: Balancer, losses: Losses, shared: Sequence[nn.Parameter], own: Sequence[nn.Parameter] = (),
-    reduce: Sum = alone, counts: Tensor | None = None, others: Sequence[Losses] = (), features: Sequence[Tensor] = (),
+    counts: Tensor | None = None, others: Sequence[Losses] = (), features: Sequence[Tensor] = (),
 ) -> BalanceReport:  # fmt: skip
-    """Fills `grad` of the shared and the own parameters from losses [m]; gradients are summed over processes here.
+    """Fills `grad` of the shared and the own parameters from losses [m].
 
     Args:
         others: losses of independent batches, where the method needs them.
         features: the shared representations [..., C] between the shared parameters and the losses, for level `features`.
     """
     shared, own = list(shared), list(own)
-    values = summed(losses, reduce)
+    values = summed(losses, alone)
     present = balancer.present(values, counts)
     if balancer.config.at == "loss":
         report = balancer.choose(values, counts)[1]
         learn = [*shared, *own]
         found = torch.autograd.grad(balancer.total(losses, report), learn, allow_unused=True)
-        put_gradients(learn, reduce(flat(learn, found)))
+        put_gradients(learn, flat(learn, found))
         return report
     if balancer.config.at == "features":
-        return _through(balancer, losses, values, counts, present, shared, own, features, reduce)
+        return _through(balancer, losses, values, counts, present, shared, own, features)
     together, tables = [*shared, *own], []
     for which in (losses, *others):
         each = zip(which, present.tolist(), strict=True)
-        tables.append(reduce(torch.stack([flat(together, _differentiate(loss, together, here)) for loss, here in each])))
+        tables.append(torch.stack([flat(together, _differentiate(loss, together, here)) for loss, here in each]))
     width = sum(p.numel() for p in shared)
     rows = [Rows(table[:, :width]) for table in tables]
     return balancer.combine(values, rows[0], shared, own, tables[0][:, width:], counts=counts, others=rows[1:])
@@ -70,7 +48,7 @@ def backward(
 
 def _through(
     balancer: Balancer, losses: Losses, values: Tensor, counts: Tensor | None, present: Tensor,
-    shared: Sequence[nn.Parameter], own: Sequence[nn.Parameter], features: Sequence[Tensor], reduce: Sum,
+    shared: Sequence[nn.Parameter], own: Sequence[nn.Parameter], features: Sequence[Tensor],
 ) -> BalanceReport:  # fmt: skip
     """Takes rows from the features' gradients, then runs one backward of their combination into the shared parameters."""
     wanted, parts, tables, rests = [*features, *own], [], [], []
@@ -80,7 +58,7 @@ def _through(
         parts.append(gradients)
         tables.append(torch.cat([_channels(balancer, f, g) for f, g in zip(features, gradients, strict=True)]))
         rests.append(flat(own, found[len(features) :]) if own else torch.zeros(0))
-    choice, report = balancer.choose(values, counts, Rows(reduce(torch.stack(tables))))
+    choice, report = balancer.choose(values, counts, Rows(torch.stack(tables)))
     here = report.absent == 0
     factors = choice.weights[:, None] if choice.factors is None else choice.factors
     chosen = [part for part, kept in zip(parts, here.tolist(), strict=True) if kept]
@@ -90,9 +68,9 @@ def _through(
         start += feature.shape[-1]
         for gradients, factor in zip(chosen, factors, strict=True):
             combined[i] += gradients[i] * factor[columns].to(combined[i])
-    put_gradients(shared, reduce(flat(shared, torch.autograd.grad(features, shared, combined, allow_unused=True))))
+    put_gradients(shared, flat(shared, torch.autograd.grad(features, shared, combined, allow_unused=True)))
     if own:
-        rest = reduce(torch.stack(rests))[here]
+        rest = torch.stack(rests)[here]
         put_gradients(own, mixed(torch.ones(len(rest)), rest))
     return report
 

@@ -95,18 +95,6 @@ def test_parameters_end_as_they_were(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["autolambda", "moml", "forum"])
-def test_losses_are_summed_over_processes(method: str) -> None:
-    """Half the losses on each of two processes that have the same."""
-    one, w = made(method)
-    two, v = made(method)
-    wanted = one.update_weights(lambda: losses(w, INNER), lambda: losses(w, OUTER), [w], 0.1)
-    halves = (lambda: losses(v, INNER) / 2, lambda: losses(v, OUTER) / 2)
-    got = two.update_weights(*halves, [v], 0.1, lambda x: 2 * x, lambda loss: (2 * loss).backward())
-    assert_near(got.weights, wanted.weights, 1e-9)
-    assert method != "forum" or (v.grad is not None and w.grad is not None and v.grad.allclose(w.grad))
-
-
-@pytest.mark.parametrize("method", ["autolambda", "moml", "forum"])
 def test_an_absent_task_is_left_out(method: str) -> None:
     bilevel, w = made(method)
     hole = torch.tensor([1.0, torch.nan, 1.0]).double()

@@ -1,4 +1,4 @@
-"""Methods by losses alone, against autograd and their own definitions (against TorchJD: test_balance_torchjd.py)."""
+"""Methods by losses alone, against autograd and their own definitions (against TorchJD: test_torchjd.py)."""
 
 from __future__ import annotations
 
@@ -73,12 +73,6 @@ def test_the_weighted_sum_leaves_a_nan_out() -> None:
     own.total(parts, own.weights(parts)).backward()
     assert w.grad is not None and w.grad.tolist() == [2.0, 0.0, 3.0]
     assert own.weights([x * torch.nan for x in parts]).weights.tolist() == [0.0, 0.0, 0.0]
-
-
-def test_losses_are_summed_over_processes_first() -> None:
-    """A loss of two processes: the geometric mean is of the sums."""
-    half = balancer("geometric").weights(LOSSES / 2, reduce=lambda x: 2 * x)
-    assert_near(half.weights, balancer("geometric").weights(LOSSES).weights, 1e-6)
 
 
 def test_famo_does_not_take_an_absent_task_for_a_solved_one() -> None:

@@ -21,7 +21,7 @@ from train.config.sections import BudgetConfig, CheckpointConfig, FabricConfig, 
 from train.data.config import DataConfig, SourceConfig
 from train.trainer.logs import BALANCE, read_table
 
-pytestmark = pytest.mark.long  # tests/train/balance/test_processes.py keeps the law
+pytestmark = pytest.mark.long
 
 RUNS: dict[str, dict[str, Any]] = {
     "uncertainty": {"method": "uncertainty", "settings": {"lr": 0.1}},
@@ -30,6 +30,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "features": {"method": "mgda", "level": "features"},
     "parameters": {"method": "upgrad", "level": "parameters"},
     "own": {"method": "nashmtl", "level": "parameters", "own": "weighted"},
+    **{
+        f"{method} {level}": {"method": method, "level": level}
+        for level, methods in (
+            ("features", ("graddrop", "excessmtl")),
+            ("parameters", ("mgda", "pcgrad", "gradvac", "cagrad", "imtlg", "alignedmtl", "fairgrad", "excessmtl", "gradnorm")),
+        )
+        for method in methods
+    },
+    "dbmtl": {"method": "dbmtl"},
     "remembered": {"method": "moco"},
     "bilevel": {"method": "forum", "settings": {"inner_lr": 0.01}},
     "bilevel ahead": {"method": "autolambda", "settings": {"lr": 0.1}},
@@ -44,10 +53,6 @@ RUNS: dict[str, dict[str, Any]] = {
 THREE = ("sdmgrad", "modo")
 """Methods that take three batches a step in each process."""
 STRATEGIES = ("ddp", "fsdp")
-SHARDED = ("uncertainty", "famo, look same", "features", "parameters", "remembered", "bilevel", "bilevel rows", "sdmgrad")
-"""Of each kind of method at least one. `make test-long` has all, sharded and replicated."""
-PAIRS = [*((name, "fsdp") for name in SHARDED), ("features", "ddp"), ("remembered", "ddp")]
-OTHERS = [(name, strategy) for name in RUNS for strategy in STRATEGIES if (name, strategy) not in PAIRS]
 LINES = {"log": LogConfig(every=1, progress="off")}
 OPTIONS: dict[str, Any] = {"ctc": True, "outers": 1}
 
@@ -62,38 +67,18 @@ def run_of(top: Path, name: str, strategy: str) -> dict[str, Any]:
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs in two processes; those that remember gradients also stopped after two steps and gone on with."""
     top = tmp_path_factory.mktemp("together")
-    runs = [run_of(top, name, strategy) for name, strategy in PAIRS]
+    runs = [run_of(top, name, strategy) for name in RUNS for strategy in STRATEGIES]
     for strategy in STRATEGIES:
         halted = {**run_of(top, "remembered", strategy), "folder": str(top / strategy / "halted")}
         runs += [{**halted, "steps": 2}, {**halted, "resume": "force"}]
-    make_together(runs)
-    return top
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    top = tmp_path_factory.mktemp("others")
-    make_together([run_of(top, name, strategy) for name, strategy in OTHERS])
-    return top
-
-
-def make_together(runs: list[dict[str, Any]]) -> None:
-    for ended in two("tests.train.balance.toys", json.dumps({"runs": runs}), seconds=600):
+    for ended in two("tests.train.balance.toys", json.dumps({"runs": runs}), seconds=900):
         assert ended.code == 0, ended.said[-3000:]
+    return top
 
 
-@pytest.mark.parametrize(("name", "strategy"), PAIRS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", RUNS)
 def test_two_processes_are_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None:
-    assert_one(tmp_path, together, name, strategy)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "strategy"), OTHERS)
-def test_two_processes_are_one_replicated_and_sharded(tmp_path: Path, others: Path, name: str, strategy: str) -> None:
-    assert_one(tmp_path, others, name, strategy)
-
-
-def assert_one(tmp_path: Path, together: Path, name: str, strategy: str) -> None:
     """The one process has both's micro-batches as one: at level features it must see all rows at once, as the two do."""
     count = 3 if name in THREE else 1
     data = DataConfig(sources=(SourceConfig("spoken-digits", tasks=dict(MIX)),), micro_batches=count)

@@ -168,21 +168,13 @@ def test_equal_weights_are_the_plain_run(tmp_path: Path, micro: int, ctc: bool) 
     config = balanced_config(tmp_path / "equal", BalanceConfig(), ctc)
     config = replace(config, data=replace(config.data, micro_batches=micro))
     plain = replace(config, balance=None, run_folder=str(tmp_path / "plain"))
+    found = balanced_fit(config)
     for name, value in balanced_fit(plain).items():
-        assert value.equal(balanced_fit_of(config)[name]), name
+        assert value.equal(found[name]), name
     ours, theirs = (read_table(tmp_path / kind / METRICS) for kind in ("equal", "plain"))
     for a, b in zip(ours, theirs, strict=True):
         for key in a.keys() - OF_THE_MACHINE:
             assert a[key] == pytest.approx(b[key], rel=1e-5), key
-
-
-_FOUND: dict[str, dict[str, Tensor]] = {}
-
-
-def balanced_fit_of(config: FitConfig) -> dict[str, Tensor]:
-    if config.run_folder not in _FOUND:
-        _FOUND[config.run_folder] = balanced_fit(config)
-    return _FOUND[config.run_folder]
 
 
 def test_the_table_of_a_run(tmp_path: Path) -> None:
