@@ -21,13 +21,12 @@ WIDTH = 8
 
 @dataclass
 class Program:
-    """A training: `step(i)` is forward, backward and the optimizer's step; `batch(i)` is what it is given."""
+    """A training: model, optimizers; `step(i)` is forward, backward and their step; `batch(i)` is what it is given."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     step: Callable[[int], Any]
     batch: Callable[[int], Any] = field(default=lambda i: None)
-    steps: int = 2
 
 
 def line_of(text: str) -> int:
@@ -112,24 +111,13 @@ def cache_in_place() -> Program:
     return train(model, loss)
 
 
-def cache_kept() -> Program:
-    """The whole sequence at once: the first step works, and the cache keeps its graph for the second."""
+def whole_sequence(cached: bool) -> Program:
+    """The sequence at once. With the cache the first step works, and the cache keeps its graph for the second."""
     model = CachedAttention()
 
     def loss(i: int) -> Tensor:
         tokens = tokens_of(i)
-        return next_token_loss(model(tokens[:, :-1], torch.arange(4)), tokens)
-
-    return train(model, loss)
-
-
-def cache_fixed() -> Program:
-    """No cache in training."""
-    model = CachedAttention()
-
-    def loss(i: int) -> Tensor:
-        tokens = tokens_of(i)
-        return next_token_loss(model(tokens[:, :-1]), tokens)
+        return next_token_loss(model(tokens[:, :-1], torch.arange(4) if cached else None), tokens)
 
     return train(model, loss)
 
@@ -146,10 +134,8 @@ class Normalised(nn.Module):
         self.register_buffer("square", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.detached:
-            self.square = 0.9 * self.square + 0.1 * x.detach().square().mean(0)
-        else:
-            self.square = 0.9 * self.square + 0.1 * x.square().mean(0)
+        seen = x.detach() if self.detached else x
+        self.square = 0.9 * self.square + 0.1 * seen.square().mean(0)
         return x / self.square.sqrt()
 
 
@@ -161,9 +147,9 @@ class HyperNetwork(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
 
-def running_statistics() -> Program:
-    """The running statistics keep the graph of the step before."""
-    model = HyperNetwork(detached=False)
+def running_statistics(detached: bool) -> Program:
+    """The running statistics keep the graph of the step before, unless what feeds them is detached."""
+    model = HyperNetwork(detached)
     return train(model, lambda i: model.head(model.norm(model.encoder(data(i)))).square().mean())
 
 
@@ -177,11 +163,6 @@ def stages_detached() -> Program:
         return model.head(model.norm(between)).square().mean()
 
     return train(model, loss)
-
-
-def statistics_fixed() -> Program:
-    model = HyperNetwork(detached=True)
-    return train(model, lambda i: model.head(model.norm(model.encoder(data(i)))).square().mean())
 
 
 def data(i: int, rows: int = 4) -> Tensor:
@@ -254,29 +235,24 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Checkpointed layers that share a mask, which the model changes for each of them."""
 
-    def __init__(self, reentrant: bool, change: str) -> None:
+    def __init__(self, reentrant: bool, in_place: bool) -> None:
         super().__init__()
-        self.reentrant, self.change = reentrant, change
+        self.reentrant, self.in_place = reentrant, in_place
         self.layers = nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[0], x.shape[0]).tril()
         for layer in self.layers:
-            if self.change == "in place":
+            if self.in_place:
                 mask.mul_(0.9).add_(0.01)
-            elif self.change == "new":
+            else:
                 mask = mask * 0.9 + 0.01
             x = checkpoint(layer, x, mask, use_reentrant=self.reentrant)
         return x
 
 
-def mask_in_place(reentrant: bool = False) -> Program:
-    model = Stack(reentrant, "in place")
-    return train(model, lambda i: model(data(i).requires_grad_(reentrant)).square().mean())
-
-
-def mask_fixed(reentrant: bool = False) -> Program:
-    model = Stack(reentrant, "new")
+def masked(reentrant: bool, in_place: bool) -> Program:
+    model = Stack(reentrant, in_place)
     return train(model, lambda i: model(data(i).requires_grad_(reentrant)).square().mean())
 
 

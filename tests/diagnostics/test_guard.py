@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,31 +27,9 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
     return [len(h) for h in on] + [len(optimizer._optimizer_step_pre_hooks)]
 
 
-class OnDisk(Mapping[str, torch.Tensor]):
-    """Weights that are read one by one, as accelerate's offloaded ones; one of them cannot be."""
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        raise KeyError(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["a", "b"])
-
-    def __len__(self) -> int:
-        return 2
-
-
-def test_weights_on_disk_are_not_read():
-    model = nn.Linear(4, 4)
-    model.weights_map = OnDisk()
-    guard = Guard(model)
-    with guard.step(OnDisk(), trace=True):
-        model(torch.ones(2, 4)).sum().backward()
-    assert not guard.findings
-
-
 @pytest.mark.parametrize("how", ["quiet", "traced", "failing", "interrupted"])
 def test_nothing_stays_on_after_a_step(how):
-    program = programs.positions_in_place() if how == "failing" else programs.cache_fixed()
+    program = programs.positions_in_place() if how == "failing" else programs.whole_sequence(cached=False)
     functions = (torch.autograd.backward, vars(library.CheckpointFunction).copy(), vars(library).copy())
     guard = Guard(program.model, program.optimizer)
     try:
@@ -247,35 +225,9 @@ def test_a_part_that_is_repeated_otherwise_shows_in_the_second_step(make, line, 
     assert len(traces) == 2
 
 
-def test_a_hook_that_only_looks_is_no_finding():
-    """It is a new one in every step, and gone before backward."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    seen: list[torch.Tensor] = []
-
-    def loss(i: int) -> torch.Tensor:
-        handle = model[0].register_forward_hook(lambda module, args, out: seen.append(out.detach()))
-        out = library.checkpoint(model, data(i), use_reentrant=False)
-        handle.remove()
-        return out.square().mean()
-
-    program = programs.train(model, loss)
-    guard = Guard(program.model, program.optimizer)
-    for i in range(4):
-        with guard.step():
-            program.step(i)
-    assert guard.report() == ""
-
-
-class Cache:
-    """A plain object, as ours."""
-
-    def __init__(self) -> None:
-        self.keys = torch.zeros(4, WIDTH)
-
-
 @pytest.mark.parametrize("recording", [True, False])
 def test_a_cache_that_is_passed_in_and_written_while_gradients_record(recording):
-    model, cache = nn.Linear(WIDTH, WIDTH), Cache()
+    model, cache = nn.Linear(WIDTH, WIDTH), SimpleNamespace(keys=torch.zeros(4, WIDTH))
     guard = Guard(model)
 
     def step() -> None:

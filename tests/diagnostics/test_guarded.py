@@ -68,19 +68,6 @@ def test_left_out():
 @pytest.mark.untrained("*_head.weight")
 def test_left_out_on_purpose():
     train()
-
-def test_nothing():
-    with torch.no_grad():
-        Decoder(DecoderConfig(width=16, layers=1, heads=2, kv_heads=2, mlp_width=16, context=32), LAYOUT)(
-            random_tokens(LAYOUT, 1, 4))
-
-@pytest.mark.untrained("*")
-def test_an_error_of_autograd_stays_the_tests_own():
-    with pytest.raises(RuntimeError, match="a second time") as caught:
-        loss = torch.ones(1, requires_grad=True).exp().sum()
-        loss.backward()
-        loss.backward()
-    assert type(caught.value) is RuntimeError
 """
 
 
@@ -98,7 +85,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_finding_fails_the_test_that_made_it(said: str) -> None:
     outcomes = dict(reversed(pair) for pair in re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\w+)", said, re.MULTILINE))
     failed = {name.removeprefix("test_") for name, outcome in outcomes.items() if outcome != "PASSED"}
-    assert failed == {"deaf_loop", "process", "kept_graph", "left_out"} and len(outcomes) == 9
+    assert failed == {"deaf_loop", "process", "kept_graph", "left_out"} and len(outcomes) == 7
     assert "(3, " in said  # how a process ends whose training gave a finding
     assert "kept[0] keeps the graph of an earlier step" in said and "audio_head.weight" in said
     assert said.count("received no gradient") >= 2 and "text_embedding.weight" in said

@@ -72,19 +72,6 @@ class Wider(nn.Linear):
         return super().forward(x) + self.base(x)
 
 
-def test_modules_that_lend_their_forward_are_no_patch():
-    """A patch of a derived class that leads back, and a `forward` of another kind of module."""
-    wide = nn.Linear(WIDTH, WIDTH)
-    wide.forward = Wider(wide).forward
-    holder = nn.Module()
-    holder.table, holder.forward = nn.Parameter(torch.ones(2)), nn.Linear(WIDTH, WIDTH).forward
-    model = nn.Sequential(wide, holder)
-    guard = Guard(model)
-    with guard.step(), torch.no_grad():
-        model(data(0))
-    assert guard.report() == ""
-
-
 def hooked(kind: str) -> nn.Module:
     """A model under accelerate's own hooks."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
@@ -147,7 +134,7 @@ def test_weights_that_accelerate_offloads_are_edited_in_vain_and_a_hook_is_not()
 
 
 def test_forwards_that_use_the_modules_own_weights_are_no_patch():
-    """Wrapped, handed on to a part or to the whole, and accelerate's own, which copies well."""
+    """Wrapped, handed on to a part or to the whole, accelerate's own, which copies well, another module's."""
     wrapped = nn.Linear(WIDTH, WIDTH)
     dispatch(wrapped)
     down = nn.Sequential(nn.Linear(WIDTH, WIDTH))
@@ -159,7 +146,11 @@ def test_forwards_that_use_the_modules_own_weights_are_no_patch():
     lora.forward = LoRA(lora).forward
     rotary.forward = functools.partial(turned, nn.Linear(WIDTH, WIDTH), rotary.forward)
     held.forward = by_weight(held.weight, nn.Linear(WIDTH, WIDTH))
-    model = nn.Sequential(wrapped, down, tied, hooked, copy.deepcopy(hooked), lora, rotary, held)
+    wide = nn.Linear(WIDTH, WIDTH)
+    wide.forward = Wider(wide).forward
+    holder = nn.Module()
+    holder.table, holder.forward = nn.Parameter(torch.ones(2)), nn.Linear(WIDTH, WIDTH).forward
+    model = nn.Sequential(wrapped, down, tied, hooked, copy.deepcopy(hooked), lora, rotary, held, wide, holder)
     guard = Guard(model)
     with guard.step(), torch.no_grad():
         model(data(0))

@@ -1,9 +1,8 @@
-"""No false alarms: real steps of our own model, fixed programs, and what looks like a mistake and is none."""
+"""No false alarms: real steps of our own model, and what looks like a mistake and is none."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,38 +16,12 @@ from omni.diagnostics.held import held_by, held_in
 from omni.model.kv_cache import FunctionalKVCache
 from omni.model.recompute import Recompute
 from omni.model.speech_model import SpeechModel
-from tests.diagnostics import programs
-from tests.diagnostics.programs import WIDTH, Program, data
+from tests.diagnostics.programs import WIDTH, data
 from tests.train.objective.test_objective import MODELS, make_examples, pack
 from train.config.sections import OptimizerConfig
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
-
-FIXED: dict[str, Callable[[], Program]] = {
-    "cache": programs.cache_fixed,
-    "statistics": programs.statistics_fixed,
-    "embedding": programs.embedded_fixed,
-    "mask": programs.mask_fixed,
-    "mask, reentrant": lambda: programs.mask_fixed(reentrant=True),
-    "reentrant": lambda: programs.reentrant(fixed=True),
-    "state": programs.checkpointed_state_fixed,
-    "hook": lambda: programs.hook_gone(fixed=True),
-    "inference": lambda: programs.evaluated(fixed=True),
-}
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("trace", [False, True], ids=["watched", "traced"])
-@pytest.mark.parametrize("name", FIXED)
-def test_mended_programs_pass_silently(name, trace):
-    torch.manual_seed(0)
-    program = FIXED[name]()
-    guard = Guard(program.model, program.optimizer)
-    for i in range(3 if program.steps > 2 else 2):
-        with guard.step(program.batch(i), trace=trace):
-            program.step(i)
-    assert guard.report() == ""
 
 
 class Run:

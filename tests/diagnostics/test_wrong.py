@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from omni.diagnostics import Finding, GraphError, Guard
-from tests.diagnostics.programs import WIDTH, data
-from tests.diagnostics.test_correct import Made, sgd, trained
+from tests.diagnostics.programs import WIDTH, Program, data, train
+from tests.diagnostics.test_correct import sgd
 
 
 class Masked(nn.Module):
@@ -45,12 +45,12 @@ class Masked(nn.Module):
         return x
 
 
-def masked(how: str) -> Made:
+def masked(how: str) -> Program:
     model = Masked(how)
-    return trained(model, lambda i: model(data(i).requires_grad_()).square().mean())
+    return train(model, lambda i: model(data(i).requires_grad_()).square().mean())
 
 
-def weights_put_back() -> Made:
+def weights_put_back() -> Program:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
     average = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
     optimizer = sgd(model)
@@ -62,7 +62,7 @@ def weights_put_back() -> Made:
         loss.backward()
         optimizer.step()
 
-    return model, optimizer, step
+    return Program(model, optimizer, step)
 
 
 class Nothing(torch.autograd.Function):
@@ -75,12 +75,12 @@ class Nothing(torch.autograd.Function):
         return None
 
 
-def no_gradient() -> Made:
+def no_gradient() -> Program:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
-    return trained(model, lambda i: model[1](Nothing.apply(model[0](data(i)))).mean())
+    return train(model, lambda i: model[1](Nothing.apply(model[0](data(i)))).mean())
 
 
-SILENT: dict[str, tuple[Callable[[], Made], str, str]] = {
+SILENT: dict[str, tuple[Callable[[], Program], str, str]] = {
     **{how: (lambda how=how: masked(how), "recompute", "mask *= 0.9") for how in ("keyword", "partial", "closure", "dict")},
     "weights": (weights_put_back, "recompute", "model.load_state_dict(average)"),
     "nothing": (no_gradient, "no_gradient", ""),
@@ -90,11 +90,11 @@ SILENT: dict[str, tuple[Callable[[], Made], str, str]] = {
 @pytest.mark.parametrize("name", SILENT)
 def test_wrong_gradients_without_an_error_are_found_without_being_asked_for_a_trace(name: str) -> None:
     make, kind, line = SILENT[name]
-    model, optimizer, step = make()
-    guard = Guard(model, optimizer)
+    program = make()
+    guard = Guard(program.model, program.optimizer)
     for i in range(3):
         with guard.step():
-            step(i)
+            program.step(i)
     assert [finding.kind for finding in guard.findings] == [kind]
     place = guard.findings[0].line
     assert (place.code if place is not None else "") == line
@@ -103,20 +103,15 @@ def test_wrong_gradients_without_an_error_are_found_without_being_asked_for_a_tr
 class Trainer:
     """A loop of the user's own that carries something from step to step."""
 
-    def __init__(self, guard: bool = True) -> None:
+    def __init__(self) -> None:
         self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.optimizer = sgd(self.layer)
         self.guard = Guard(self.layer, self.optimizer)
         self.state: Any = None
-        self.memory: dict[str, Any] = {"state": None}
         self.total: Any = 0.0
 
     def on_itself(self, i: int) -> Tensor:
         out, self.state = self.layer(data(i)[None], self.state)
-        return out.mean()
-
-    def in_a_mapping(self, i: int) -> Tensor:
-        out, self.memory["state"] = self.layer(data(i)[None], self.memory["state"])
         return out.mean()
 
     def summed(self, i: int) -> Tensor:
@@ -144,7 +139,6 @@ def in_a_variable(trainer: Trainer) -> None:
 
 CARRIED = {
     "on_itself": "out, self.state = self.layer(data(i)[None], self.state)",
-    "in_a_mapping": 'out, self.memory["state"] = self.layer(data(i)[None], self.memory["state"])',
     "summed": "self.total += loss",
     "in_a_variable": "out, state = trainer.layer(data(i)[None], state)",
 }
@@ -186,11 +180,11 @@ def test_a_loop_that_went_on_before_a_part_is_repeated() -> None:
             x = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)  # noqa: B023
         return x.mean()
 
-    model, optimizer, step = trained(layers, loss)
-    guard = Guard(model, optimizer)
+    program = train(layers, loss)
+    guard = Guard(program.model, program.optimizer)
     for i in range(2):
         with guard.step():
-            step(i)
+            program.step(i)
     kinds = {(finding.kind, finding.line.code if finding.line else "") for finding in guard.findings}
     line = "x = checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=False)  # noqa: B023"
     assert (
@@ -214,11 +208,11 @@ def test_values_that_a_part_reads(kind: str) -> None:
             held[0] *= 0.5
         return out
 
-    model, optimizer, step = trained(model, loss)
-    guard = Guard(model, optimizer)
+    program = train(model, loss)
+    guard = Guard(program.model, program.optimizer)
     for i in range(2):
         with guard.step():
-            step(i)
+            program.step(i)
     (finding,) = guard.findings
     assert finding.kind == "recompute" and "through none of its tensors" in finding.message
     assert finding.line is not None and finding.line.code.startswith("return (model(x) * (held.scale")
