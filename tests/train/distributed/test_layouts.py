@@ -25,10 +25,7 @@ TWO = {
     "tensor": {"strategy": "fsdp", "tensor_parallel": 2},
 }
 FOUR = {**TWO, "replicas-tensor": {"strategy": "fsdp", "replicas": 2, "tensor_parallel": 2}}
-ADAPTED: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    1: [("one", {})],
-    2: [("ddp", TWO["ddp"]), ("replicas", TWO["replicas"])],
-}
+ADAPTED: dict[str, dict[str, Any]] = {"ddp": TWO["ddp"], "replicas": TWO["replicas"]}
 Move = tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]
 """A run that goes on elsewhere: its name, and processes and layout before and after."""
 
@@ -55,10 +52,7 @@ def run_of(folder: Path, count: int, fabric: dict[str, Any], **more: Any) -> dic
 
 
 MIXED = {"precision": "bf16-mixed"}
-TAUGHT: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    1: [("one", {})],
-    2: [("ddp", TWO["ddp"]), ("fsdp", {**TWO["fsdp"], "checkpointing": True})],
-}
+TAUGHT: dict[str, dict[str, Any]] = {"ddp": TWO["ddp"], "fsdp": {**TWO["fsdp"], "checkpointing": True}}
 DISTILLED = {"distill": 1.0, "align_first": 1.0, "ctc": False}
 
 
@@ -67,9 +61,10 @@ def make(top: Path, count: int, layouts: dict[str, Any], moves: Sequence[Move], 
     parts of runs that move; all of them share one process group."""
     first = {"mixed": {"align_first": 0.25}}  # a step that leaves the decoder alone
     listed = [run_of(top / f"{count}-{name}", count, fabric, **first.get(name, {})) for name, fabric in layouts.items()]
-    for name, fabric in ADAPTED[count] if adapted else ():
+    alone: dict[str, dict[str, Any]] = {"one": {}}
+    for name, fabric in (ADAPTED if count > 1 else alone).items() if adapted else ():
         listed.append(run_of(top / f"{count}-lora-{name}", count, fabric, lora=True))
-    for name, fabric in TAUGHT[count] if adapted else ():
+    for name, fabric in (TAUGHT if count > 1 else alone).items() if adapted else ():
         listed.append(run_of(top / f"{count}-taught-{name}", count, fabric, **DISTILLED))
         listed.append(run_of(top / f"{count}-taught-lora-{name}", count, fabric, **DISTILLED, lora=True))
     for name, before, after in moves:  # the first two steps there, the others here
@@ -98,29 +93,24 @@ def runs_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*(f"2-{name}" for name in TWO), MOVES[0][0]])
-def test_each_layout_learns_what_one_process_learns(runs: Path, name: str) -> None:
-    check_learnt(runs, "1-one", name)
+@pytest.mark.parametrize(
+    ("alone", "name"),
+    [
+        *(("1-one", name) for name in (*(f"2-{layout}" for layout in TWO), MOVES[0][0])),
+        *(("1-lora-one", f"2-lora-{layout}") for layout in ADAPTED),
+        *((f"1-{kind}-one", f"2-{kind}-{layout}") for kind in ("taught", "taught-lora") for layout in TAUGHT),
+    ],
+)
+def test_each_layout_learns_what_one_process_learns(runs: Path, alone: str, name: str) -> None:
+    """Adapters, and of a teacher, too."""
+    check_learnt(runs, alone, name)
+    assert "taught" not in alone or float(read_table(runs / alone / METRICS)[-1]["loss/distill"]) > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [*(f"4-{name}" for name in FOUR), *(move[0] for move in MOVES_OF_FOUR)])
 def test_each_layout_of_four_learns_what_one_process_learns(runs_of_four: Path, name: str) -> None:
     check_learnt(runs_of_four, "1-one", name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, _ in ADAPTED[2]])
-def test_each_layout_learns_the_adapters_that_one_process_learns(runs: Path, name: str) -> None:
-    check_learnt(runs, "1-lora-one", f"2-lora-{name}")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [f"{kind}-{name}" for kind in ("taught", "taught-lora") for name, _ in TAUGHT[2]])
-def test_each_layout_learns_of_a_teacher_what_one_process_learns(runs: Path, name: str) -> None:
-    alone = f"1-{name.rpartition('-')[0]}-one"
-    check_learnt(runs, alone, f"2-{name}")
-    assert float(read_table(runs / alone / METRICS)[-1]["loss/distill"]) > 0
 
 
 @pytest.mark.long

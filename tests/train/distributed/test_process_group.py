@@ -90,12 +90,6 @@ def test_a_mistake_that_only_another_process_has_is_told_by_it(monkeypatch: pyte
     monkeypatch.setattr(os, "getppid", lambda: 0)
     assert cli.main(["fti"]) == 2
     assert "error: process 2 (host " in capsys.readouterr().err
-    shared = UserError("all have it")
-    shared.shared = True
-    lost = SimpleNamespace(main=lambda words: (_ for _ in ()).throw(shared))
-    monkeypatch.setitem(sys.modules, "lost", lost)  # type: ignore[arg-type]
-    monkeypatch.setitem(cli.COMMANDS, "lost", ("lost", ""))
-    assert cli.main(["lost"]) == 0 and capsys.readouterr().err == ""
 
 
 def test_a_data_worker_that_was_killed_is_no_mistake_of_ours() -> None:

@@ -1,8 +1,10 @@
-"""Laws of sharded runs on a quantised base (gloo, CPU): adapters are sharded, packed weights whole in every process."""
+"""Laws of adapters in two processes (gloo, CPU), on a quantised base and in bf16: adapters are sharded, packed weights whole in
+every process."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,41 +12,63 @@ import torch
 from tests.processes import several
 from tests.train.distributed.test_fabric import LINES, losses, make_together
 from tests.train.toys import adapted_parts, assert_adapters_learn, final_tensors, toy_config, toy_fit, toy_lora
+from train.config.sections import FabricConfig, OptimizerConfig
 
 pytestmark = pytest.mark.long
-KINDS = ("nf4", "int8")
+SMALL_STEPS = {"lr": 2.5e-5, "weight_decay": 0.0}
+"""As in the Mistral recipes: from 2^-7 on such a step is less than half a unit in the last place of bf16."""
+RUNS: dict[str, tuple[Any, str, dict[str, float]]] = {
+    "nf4": ("nf4", "32-true", {"lr": 1e-2}),
+    "int8": ("int8", "32-true", {"lr": 1e-2}),
+    "bf16": (True, "bf16-true", SMALL_STEPS),
+    "nf4 in bf16": ("nf4", "bf16-true", SMALL_STEPS),
+}
+"""The base below the adapters, the run's precision, and its optimizer."""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs of eight steps: alone, in two processes, and in two that are stopped before the third and go on."""
-    top, together = tmp_path_factory.mktemp("quantised"), []
-    fsdp = {"devices": 2, "strategy": "fsdp"}
-    for kind in KINDS:
-        toy_fit(toy_config(top / f"{kind}-one", lora=toy_lora(kind), **LINES), adapted_parts(toy_lora(kind)))
-        for name, kills in (("fsdp", [None]), ("stopped", [["SIGTERM", 3], None])):
-            together += [{"folder": str(top / f"{kind}-{name}"), "fabric": fsdp, "lora": kind, "kill": kill} for kill in kills]
+    top, together = tmp_path_factory.mktemp("adapters"), []
+    for name, (base, precision, optimizer) in RUNS.items():
+        fabric = FabricConfig("cpu", 1, precision=precision)  # type: ignore[arg-type]
+        config = toy_config(
+            top / f"{name}-one", lora=toy_lora(base), fabric=fabric, optimizer=OptimizerConfig(**optimizer), **LINES
+        )
+        toy_fit(config, adapted_parts(toy_lora(base), precision=precision))
+        for end, strategy, kill in (
+            ("ddp", "ddp", None), ("fsdp", "fsdp", None), ("stopped", "fsdp", ["SIGTERM", 3]), ("stopped", "fsdp", None),
+        ):  # fmt: skip
+            shared = {"devices": 2, "strategy": strategy, "precision": precision}
+            run = {"folder": str(top / f"{name}-{end}"), "fabric": shared, "lora": base, "optimizer": optimizer, "kill": kill}
+            together.append(run)
     make_together(together)
     return top
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_sharded_processes_learn_what_one_learns(runs: Path, kind: str) -> None:
-    torch.testing.assert_close(losses(runs / f"{kind}-fsdp"), losses(runs / f"{kind}-one"), rtol=1e-4, atol=1e-4)
-    ours, theirs = final_tensors(runs / f"{kind}-fsdp"), final_tensors(runs / f"{kind}-one")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_learn_what_one_learns(runs: Path, name: str, strategy: str) -> None:
+    base, precision, optimizer = RUNS[name]
+    close = {"rtol": 1e-4, "atol": 1e-4} if precision == "32-true" else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(losses(runs / f"{name}-{strategy}"), losses(runs / f"{name}-one"), **close)
+    ours, theirs = final_tensors(runs / f"{name}-{strategy}"), final_tensors(runs / f"{name}-one")
     assert ours.keys() == theirs.keys()
-    assert_adapters_learn(runs / f"{kind}-fsdp", toy_lora(kind))
+    assert_adapters_learn(runs / f"{name}-{strategy}", toy_lora(base))
     assert not any(t.dtype in (torch.uint8, torch.int8) for t in ours.values())  # what stands still is not stored
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+    for key, tensor in theirs.items():
+        if precision == "32-true":
+            torch.testing.assert_close(ours[key], tensor, rtol=1e-4, atol=1e-5, msg=key)
+        elif key.startswith("model."):  # eight steps of Adam, each about as long as the rate
+            assert ((ours[key] - tensor).abs() < optimizer["lr"]).float().mean() > 0.99, key
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_stopped_they_go_on_bitwise(runs: Path, kind: str) -> None:
-    stopped, whole = final_tensors(runs / f"{kind}-stopped"), final_tensors(runs / f"{kind}-fsdp")
+@pytest.mark.parametrize("name", RUNS)
+def test_stopped_they_go_on_bitwise(runs: Path, name: str) -> None:
+    stopped, whole = final_tensors(runs / f"{name}-stopped"), final_tensors(runs / f"{name}-fsdp")
     assert stopped.keys() == whole.keys()
-    assert all(tensor.equal(stopped[name]) for name, tensor in whole.items())
-    assert losses(runs / f"{kind}-stopped").shape == (8, 3)
+    assert all(tensor.equal(stopped[key]) for key, tensor in whole.items())
+    assert losses(runs / f"{name}-stopped").shape == (8, 3)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -13,9 +13,7 @@ from omni.errors import UserError
 from tests.train.distributed.test_fabric import two_processes
 from tests.train.toys import FailingCallback, toy_config, toy_fit, toy_parts
 from train.checkpoint import retention
-from train.config.parse import read_fit_config
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
-from train.trainer.build import fit
 from train.trainer.parts import CALLBACKS, Callback, Callbacks, Outcome, Parts, register_callback
 
 FIGURES = {"exact_match": 0.5}
@@ -75,24 +73,6 @@ def test_all_are_called_in_order(tmp_path: Path) -> None:
         ("step", 5, False), ("step", 6, True), ("save", 6, "step-00000006"), ("step", 7, False),
         ("step", 8, True), ("validation", 8, FIGURES), ("save", 8, "step-00000008"), ("end", 8, 0, tmp_path / "model"),
     ]  # fmt: skip
-
-
-@pytest.mark.long
-def test_fit_takes_them(tmp_path: Path) -> None:
-    small = ["--data.packing.rows", "1", "--data.packing.length", "256", "--model.decoder.layers", "1"]
-    once = ["--budget.minutes", "null", "--budget.steps", "1", "--validation.questions", "0", "--log.progress", "off"]
-    config, _ = read_fit_config(
-        ["configs/nano-scratch.yaml", *small, *once, "--run_folder", str(tmp_path), "--data.workers", "0"]
-    )
-    notes = Notes(tmp_path)
-    assert fit(config, [notes]) is not None
-    assert [call[0] for call in notes.calls] == ["step", "save", "end"]
-
-
-def test_a_run_is_the_same_with_and_without(tmp_path: Path) -> None:
-    plain = toy_fit(config_of(tmp_path / "plain"), parts_of())[1]
-    noted = toy_fit(config_of(tmp_path / "noted"), parts_of(), [Notes(tmp_path / "noted")])[1]
-    assert all(value.equal(noted[name]) for name, value in plain.items())
 
 
 @pytest.mark.sampled(1)

@@ -146,6 +146,10 @@ def test_stopped_and_resumed_it_ends_bitwise_where_an_undisturbed_one_ends(
     assert all(t.equal(resumed[name]) for name, t in whole.items())
     losses = [[row["loss/distill"] for row in read_table(tmp_path / name / METRICS)] for name in ("whole", "stopped")]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert again.model is not None and load_folder(again.model).config.encoder.streams
+    if lora is not None:
+        pairs = load_adapter(tmp_path / "stopped" / "adapter").pairs
+        assert pairs and all(name.startswith("encoder.") for name in pairs)
 
 
 def test_another_teacher_is_refused_at_a_resume(tmp_path: Path, base: str, rows: Path) -> None:
@@ -153,13 +157,6 @@ def test_another_teacher_is_refused_at_a_resume(tmp_path: Path, base: str, rows:
     other = save_base(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match="the checksum of the encoder that is the teacher"):
         made(run_of(tmp_path / "run", other, rows))
-
-
-def test_adapters_are_exported_and_merged(tmp_path: Path, base: str, rows: Path) -> None:
-    outcome = made(run_of(tmp_path, base, rows, LORA))
-    pairs = load_adapter(tmp_path / "adapter").pairs
-    assert pairs and all(name.startswith("encoder.") for name in pairs)
-    assert outcome.model is not None and load_folder(outcome.model).config.encoder.streams
 
 
 @pytest.mark.sampled(3)

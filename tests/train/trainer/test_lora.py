@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,15 +17,13 @@ from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.layout import Layout
-from omni.lora.attach import add_adapter
-from omni.lora.config import LoRAConfig
 from omni.lora.peft import load_adapter, merged_state
-from omni.model.linears import quantize
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
-from tests.train.distributed.test_fabric import losses, make_together
+from tests.train.distributed.test_fabric import losses
 from tests.train.distributed.test_precision import real_parts
+from tests.train.distributed.test_quantized import SMALL_STEPS
 from tests.train.toys import (
     ToyModel,
     adapted_parts,
@@ -162,10 +160,14 @@ def test_what_comes_out_is_the_base_and_what_was_trained(base: Path, tmp_path: P
     adapter = load_adapter(tmp_path / "run" / "adapter")
     assert set(adapter.whole) == {"projector.project.weight", "projector.project.bias"} and len(adapter.pairs) == 14
     again = build_initial(config.model, 0).model
-    apply_lora(again, replace(section, init_from=str(tmp_path / "run" / "adapter")), quantized_type(precision))
+    begun = replace(section, init_from=str(tmp_path / "run" / "adapter"))
+    apply_lora(again, begun, quantized_type(precision))
     found = merged_state(again, again.state_dict())
     for name, tensor in wanted.items():
         assert_near(found[name], tensor, 1e-6, name)
+    torch.manual_seed(1)
+    with pytest.raises(UserError, match="lora.init_from .*their checksum differs"):
+        apply_lora(SpeechModel(SMALL), begun)
 
 
 def test_a_dry_run_and_a_plan_count_the_adapters(base: Path, tmp_path: Path) -> None:
@@ -176,21 +178,7 @@ def test_a_dry_run_and_a_plan_count_the_adapters(base: Path, tmp_path: Path) -> 
     assert counts["LoRA"] == (wanted, wanted) and sum(own for _, own in counts.values()) == wanted
 
 
-def test_an_adapter_of_another_base_is_no_beginning(base: Path, tmp_path: Path) -> None:
-    model = build_initial(ModelSection(init_from=str(base)), 0).model
-    crc = apply_lora(model, LoRASection(rank=2))
-    save_lora(tmp_path, model, model.state_dict(), crc, None)
-    torch.manual_seed(1)
-    with pytest.raises(UserError, match="lora.init_from .*their checksum differs"):
-        apply_lora(SpeechModel(SMALL), LoRASection(init_from=str(tmp_path / "adapter")))
-    assert asdict(LoRASection())["merged"] is True
-
-
 # --- adapters in bf16 -----------------------------------------------------------------------------------------------------
-
-
-SMALL_STEPS = {"lr": 2.5e-5, "weight_decay": 0.0}
-"""As in the Mistral recipes: from 2^-7 on such a step is less than half a unit in the last place of bf16."""
 
 
 @pytest.mark.parametrize("base", [True, "nf4"])
@@ -211,53 +199,6 @@ def test_the_whole_model_in_bf16_is_in_bf16() -> None:
     """Without adapters nothing is kept apart."""
     module = build_fabric(FabricConfig("cpu", 1, precision="bf16-true")).setup_module(torch.nn.Linear(4, 4))
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of runs in bf16-true: alone, in two processes, and in two sharded ones that are stopped and go on."""
-    top, together = tmp_path_factory.mktemp("adapters"), []
-    for base in (True, "nf4"):
-        config = toy_config(
-            top / f"{base}-one",
-            lora=toy_lora(base),
-            fabric=FabricConfig("cpu", 1, precision="bf16-true"),
-            optimizer=OptimizerConfig(**SMALL_STEPS),
-            checkpoint=CheckpointConfig(every_steps=3, every_minutes=None),
-        )
-        toy_fit(config, adapted_parts(toy_lora(base), precision="bf16-true"))
-        for name, strategy, kill in (
-            ("ddp", "ddp", None),
-            ("fsdp", "fsdp", None),
-            ("cut", "fsdp", ["SIGTERM", 3]),
-            ("cut", "fsdp", None),
-        ):
-            fabric = {"devices": 2, "strategy": strategy, "precision": "bf16-true"}
-            together.append(
-                {"folder": str(top / f"{base}-{name}"), "fabric": fabric, "lora": base, "optimizer": SMALL_STEPS, "kill": kill}
-            )
-    make_together(together)
-    return top
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("base", [True, "nf4"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_learn_what_one_learns_in_bf16(runs: Path, strategy: str, base: bool | str) -> None:
-    ours, one = final_tensors(runs / f"{base}-{strategy}"), final_tensors(runs / f"{base}-one")
-    assert ours.keys() == one.keys()
-    assert_adapters_learn(runs / f"{base}-{strategy}", toy_lora(base))
-    torch.testing.assert_close(losses(runs / f"{base}-{strategy}"), losses(runs / f"{base}-one"), rtol=1e-3, atol=1e-3)
-    for name, tensor in one.items():
-        if name.startswith("model."):  # eight steps of Adam, each about as long as the rate
-            assert ((ours[name] - tensor).abs() < SMALL_STEPS["lr"]).float().mean() > 0.99, name
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("base", [True, "nf4"])
-def test_stopped_in_bf16_they_go_on_bitwise(runs: Path, base: bool | str) -> None:
-    cut, whole = final_tensors(runs / f"{base}-cut"), final_tensors(runs / f"{base}-fsdp")
-    assert cut.keys() == whole.keys() and all(tensor.equal(cut[name]) for name, tensor in whole.items())
 
 
 def test_an_adapter_that_was_written_in_bf16_learns_on_in_fp32(tmp_path: Path) -> None:
@@ -318,25 +259,3 @@ def test_4_bits_are_multiplied_in_the_runs_type(precision: str, wanted: torch.dt
     assert isinstance(first, bitsandbytes.nn.Linear4bit)
     assert first.compute_dtype == wanted == first.weight.quant_state.dtype
     assert last.compute_dtype == torch.float32  # its bias learns
-
-
-def test_products_in_bf16_are_those_in_fp32_but_for_their_rounding() -> None:
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(256, 128)
-    x, gradient = torch.randn(8, 256), torch.randn(8, 128)
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = torch.nn.Sequential(torch.nn.Linear(256, 128))
-        model[0].load_state_dict(plain.state_dict())
-        quantize(model, "nf4", ["*"], dtype)
-        torch.manual_seed(1)
-        add_adapter(model, LoRAConfig(("*",), rank=4))
-        given = x.clone().requires_grad_()
-        out = model(given)
-        out.backward(gradient)
-        found.append((out.detach(), given.grad, model[0].weight.data))
-    (full, full_grad, packed), (half, half_grad, same) = found
-    assert packed.equal(same)  # the same 4 bits
-    for exact, rounded in ((full, half), (full_grad, half_grad)):
-        assert not exact.equal(rounded)
-        assert (exact - rounded).norm() < 2**-7 * exact.norm()

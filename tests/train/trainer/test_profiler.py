@@ -11,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from omni.errors import UserError
 from tests.train.toys import toy_config, toy_fit, toy_parts
 from train.checkpoint import retention
 from train.config.sections import BudgetConfig, LogConfig
@@ -76,13 +74,3 @@ def test_a_run_that_cannot_write_its_profile_goes_on(tmp_path: Path, capfd: pyte
     (tmp_path / FOLDER).write_text("a file")
     outcome, _ = toy_fit(toy_config(tmp_path, log=LINES), profile=range(3, 4))
     assert outcome.step == 8 and f"the profile cannot be written to {tmp_path / FOLDER}: " in capfd.readouterr().err
-
-
-def test_nothing_is_recorded_after_a_run_that_fails(tmp_path: Path) -> None:
-    def fail(step: int) -> None:
-        if step == 3:
-            raise UserError("row 7 is broken")
-
-    with pytest.raises(UserError, match="row 7"):
-        toy_fit(toy_config(tmp_path), toy_parts(fail), profile=range(2, 8))
-    assert not torch.autograd._profiler_enabled() and not (tmp_path / FOLDER).exists()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -128,17 +128,9 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
     """Whoever waits for a batch of answers asks again and again whether it is still wanted."""
     from omni.generate import speech_lm
 
-    class Engine:
-        def ask(self, running: object) -> None: ...
-
     closed: list[int] = []
-
-    class Session:
-        def begin(self, answer: object, message: str) -> None: ...
-
-        def close(self) -> None:
-            closed.append(1)
-
+    engine: Any = SimpleNamespace(ask=lambda running: None)
+    session = SimpleNamespace(begin=lambda answer, message: None, close=lambda: closed.append(1))
     answer = SimpleNamespace(number=1, ended=False)
     looks: list[int] = []
 
@@ -148,7 +140,6 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
             raise BrokenOff
 
     monkeypatch.setattr(speech_lm, "CHECK_SECONDS", 0.01)
-    ask: Callable = lambda: (Session(), answer)  # noqa: E731
     with pytest.raises(BrokenOff), speech_lm.checked(check):
-        speech_lm.answer_all(Engine(), [ask, ask], 2)  # type: ignore[arg-type]
+        speech_lm.answer_all(engine, [lambda: (session, answer)] * 2, 2)  # type: ignore[list-item, return-value]
     assert len(closed) == 2

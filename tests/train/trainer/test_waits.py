@@ -148,9 +148,7 @@ def test_nothing_in_a_step_waits_for_the_gpu(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "losses", ["with graphs", *(pytest.param(name, marks=pytest.mark.long) for name in ("of one task", "by mean"))]
-)
+@pytest.mark.parametrize("losses", ["with graphs", "of one task", "by mean"])
 def test_nothing_in_a_balanced_pass_waits(losses: str, gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """A method itself reads losses or gradients; what it is given must not wait once more."""
     steps = Steps(monkeypatch, shallow(1, 1), "adamw", False)
