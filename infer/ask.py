@@ -25,7 +25,7 @@ from infer.chat.devices import load_sounddevice
 from infer.checks import PIPE
 from infer.loading import cpu_threads, load
 from infer.options import AskOptions, in_options, on_one_line
-from infer.timing import AnswerMeter, Figures
+from infer.timing import AnswerMeter
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta, Timings
 from omni.generate.session import Session
@@ -79,10 +79,11 @@ def _turn(session: Session, question: Pending, task: Task, path: Path | None, op
     rate = session.sample_rate
     outputs = Outputs(_outputs(options, path, rate) if task.audio and rate else [])
     meter, pieces, warned = AnswerMeter(rate), list[str](), list(question.sound_warnings)
+    ended = Ended("cancelled", Timings())
 
-    def print_report(figures: Figures, ended: Ended) -> None:
+    def print_report() -> None:
         file = str(path) if outputs.kept else None
-        _print_json(report(task, question, "".join(pieces), file, figures, ended, warned))
+        _print_json(report(task, question, "".join(pieces), file, meter, ended, warned))
 
     try:
         with outputs:
@@ -94,23 +95,24 @@ def _turn(session: Session, question: Pending, task: Task, path: Path | None, op
             warned += [*read, *(f"{question.name}: {remark}" for remark in heard)]
             for remark in warned:
                 print(f"warning: {on_one_line(remark)}", file=sys.stderr, flush=True)
-            figures, ended = follow(events, meter, outputs, None if options.json else say, pieces)
+            ended = follow(events, meter, outputs, None if options.json else say, pieces)
             outputs.broken = ended.error is not None
     except (KeyboardInterrupt, SystemExit):
         if options.json:
-            print_report(meter.figures(), Ended("cancelled", Timings()))
+            meter.stop()
+            print_report()
         raise
     if options.json:
-        print_report(figures, ended)
+        print_report()
     if ended.error is not None:
         print(f"error: {in_options(ended.error)}", file=sys.stderr, flush=True)
     if options.json or ended.error is not None:
         return ended.error is None
     if outputs.kept:
-        print(f"{on_one_line(str(path))}: {figures.sound:.2f} s of sound at {rate} Hz", file=say)
+        print(f"{on_one_line(str(path))}: {meter.sound:.2f} s of sound at {rate} Hz", file=say)
     if ended.reason != "end":
         print(REASONS[ended.reason], file=say)
-    print(figures.line(), file=say, flush=True)
+    print(meter.line(), file=say, flush=True)
     return True
 
 
@@ -138,50 +140,51 @@ def _print_json(turn: dict[str, Any]) -> None:
 
 def follow(
     events: Iterable[Event], meter: AnswerMeter, outputs: Outputs | Output, live: TextIO | None, pieces: list[str]
-) -> tuple[Figures, Ended]:
+) -> Ended:
     """Pass an answer on as it comes: text to `live` (and, piece by piece, into `pieces`), sound to `outputs`. Returns the
-    figures and the last event. The meter's clock is paused while text and sound are being written."""
-    figures, ended = meter.figures(), Ended("cancelled", Timings())
+    last event. The meter's clock is paused while text and sound are being written."""
+    ended = Ended("cancelled", Timings())
     try:
         for event in events:
             if isinstance(event, TextDelta):
-                meter.text()
+                meter.add_text()
                 meter.clock.hold()
                 pieces.append(event.text)
                 if live is not None:
                     print(event.text, end="", file=live, flush=True)
             elif isinstance(event, AudioChunk):
-                meter.sound(len(event.samples))
+                meter.add_sound(len(event.samples))
                 meter.clock.hold()
                 outputs.write(event.samples)
             elif isinstance(event, Ended):
-                figures, ended = meter.figures(), event
+                meter.stop()
+                ended = event
             meter.clock.go_on()
     finally:
         if live is not None and pieces:
             print(file=live, flush=True)
-    return figures, ended
+    return ended
 
 
 def report(
-    task: Task, question: Pending, text: str, file: str | None, figures: Figures, ended: Ended, warnings: Sequence[str]
+    task: Task, question: Pending, text: str, file: str | None, meter: AnswerMeter, ended: Ended, warnings: Sequence[str]
 ) -> dict[str, Any]:
     """The JSON object of a turn; of a cancelled one, with what was delivered before."""
 
     def milliseconds(seconds: float | None) -> float | None:
         return None if seconds is None else round(seconds * 1e3, 1)
 
-    factor = figures.real_time_factor
+    factor = meter.real_time_factor
     return {
         "task": task.name,
         "question": question.name,
         "text": text,
         "audio": file,
-        "seconds": round(figures.sound, 3),
-        "first_text_ms": milliseconds(figures.first_text),
-        "first_audio_ms": milliseconds(figures.first_audio),
+        "seconds": round(meter.sound, 3),
+        "first_text_ms": milliseconds(meter.first_text),
+        "first_audio_ms": milliseconds(meter.first_audio),
         "real_time_factor": None if factor is None else round(factor, 4),
-        "underruns": figures.underruns,
+        "underruns": meter.player.underruns,
         "ended": ended.reason,
         "warnings": list(warnings),
         "error": None if ended.error is None else in_options(ended.error),

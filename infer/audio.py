@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -214,23 +214,23 @@ def _spoken(name: str, pipe: PipeReader | None, channel: int | Literal["mix"]) -
     return Pending(name, lambda: sound, sound_warnings=tuple(sound_warnings))
 
 
-class Output(Protocol):
+class Output:
     """Takes chunks [S] of one answer as they come; `kept`: it has ended and left a file."""
 
-    @property
-    def kept(self) -> bool: ...
+    kept = False
 
-    def write(self, samples: Tensor) -> None: ...
+    def write(self, samples: Tensor) -> None:
+        raise NotImplementedError
 
-    def end(self, outcome: Outcome) -> None: ...
+    def end(self, outcome: Outcome) -> None:
+        """The answer has ended; nothing is written afterwards."""
 
 
-class WavOutput:
+class WavOutput(Output):
     """Writes a WAV file, which appears when it is closed, and only if it holds a sample."""
 
     def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
         self._writer = WavWriter(path, sample_rate)
-        self.kept = False
 
     def write(self, samples: Tensor) -> None:
         self._writer.append(samples)
@@ -243,13 +243,12 @@ class WavOutput:
             self._writer.abort()
 
 
-class EncodedOutput:
+class EncodedOutput(Output):
     """Writes a FLAC, OGG or MP3 file at the end, and only if there is a sample."""
 
     def __init__(self, path: str | os.PathLike[str], sample_rate: int) -> None:
         self._path, self._rate = path, sample_rate
         self._chunks: list[Tensor] = []
-        self.kept = False
 
     def write(self, samples: Tensor) -> None:
         self._chunks.append(samples)
@@ -260,10 +259,8 @@ class EncodedOutput:
             self.kept = True
 
 
-class PipeOutput:
+class PipeOutput(Output):
     """Writes raw PCM (s16le) to a stream, each chunk at once; answers follow one another, so the stream stays open."""
-
-    kept = False
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -272,14 +269,9 @@ class PipeOutput:
         self._stream.write(pcm16(samples))
         self._stream.flush()
 
-    def end(self, outcome: Outcome) -> None:
-        pass
 
-
-class SpeakerOutput:
+class SpeakerOutput(Output):
     """Plays on the default loudspeaker; UserError where sounddevice or PortAudio is missing, or none plays this rate."""
-
-    kept = False
 
     def __init__(self, sample_rate: int) -> None:
         device = load_sounddevice()
@@ -300,7 +292,7 @@ class SpeakerOutput:
         self._stream.close()
 
 
-class Paced:
+class Paced(Output):
     """Passes chunks on to an output in its own thread, so that a slow output (a loudspeaker) never blocks the model; an error
     there is raised by the next `write`, or at the end.
 
@@ -317,10 +309,6 @@ class Paced:
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
         self._thread.start()
 
-    @property
-    def kept(self) -> bool:
-        return self._output.kept
-
     def write(self, samples: Tensor) -> None:
         self._check()
         self._queue.put(samples)
@@ -335,6 +323,7 @@ class Paced:
             self.end("stopped")
             raise
         self._output.end("failed" if self._error is not None else outcome)
+        self.kept = self._output.kept
         if outcome == "done":
             self._check()
 

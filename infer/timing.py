@@ -12,8 +12,6 @@ answer is being written to its file, pipe or loudspeaker, so that a slow reader 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from omni.generate.results import Clock
 
 
@@ -33,15 +31,40 @@ class Player:
         return late
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Figures of an answer: seconds until its first text, first sound and end, and of its sound; None where there was none."""
+class AnswerMeter:
+    """Measures one answer; made, or restarted, when the question has ended.
 
-    first_text: float | None
-    first_audio: float | None
-    total: float
-    sound: float
-    underruns: int
+    Attributes:
+        first_text, first_audio, total: seconds until its first text, first sound (None where there was none) and end.
+        sound: seconds of its sound.
+    """
+
+    def __init__(self, sample_rate: int) -> None:
+        self.clock, self.player = Clock(), Player(sample_rate or 1)
+        self.first_text: float | None = None
+        self.first_audio: float | None = None
+        self.total = self.sound = 0.0
+
+    def restart(self) -> None:
+        """Start again, because the question has ended now."""
+        self.clock = Clock()
+
+    def add_text(self) -> None:
+        """Note that some text was handed out just now."""
+        if self.first_text is None:
+            self.first_text = self.clock.seconds
+
+    def add_sound(self, samples: int) -> None:
+        """Note that a chunk of that many samples was handed out just now."""
+        now = self.clock.seconds
+        if self.first_audio is None:
+            self.first_audio = now
+        self.sound += samples / self.player.sample_rate
+        self.player.receive(samples, now)
+
+    def stop(self) -> None:
+        """Note that the answer has ended just now."""
+        self.total = self.clock.seconds
 
     @property
     def real_time_factor(self) -> float | None:
@@ -52,46 +75,8 @@ class Figures:
         if self.first_audio is None or self.real_time_factor is None:
             text = "no answer" if self.first_text is None else f"first text {self.first_text * 1e3:.0f} ms"
             return f"{text}, done after {self.total * 1e3:.0f} ms"
-        plural = "" if self.underruns == 1 else "s"
+        underruns = self.player.underruns
         return (
             f"first audio {self.first_audio * 1e3:.0f} ms, real-time factor {self.real_time_factor:.2f}, "
-            f"{self.underruns} underrun{plural}"
-        )
-
-
-class AnswerMeter:
-    """Measures the figures of one answer; made, or restarted, when the question has ended."""
-
-    def __init__(self, sample_rate: int) -> None:
-        self.clock = Clock()
-        self.player = Player(sample_rate or 1)
-        self._first_text: float | None = None
-        self._first_audio: float | None = None
-        self._samples = 0
-
-    def restart(self) -> None:
-        """Start again, because the question has ended now."""
-        self.clock = Clock()
-
-    def text(self) -> None:
-        """Note that some text was handed out just now."""
-        if self._first_text is None:
-            self._first_text = self.clock.seconds
-
-    def sound(self, samples: int) -> None:
-        """Note that a chunk of that many samples was handed out just now."""
-        now = self.clock.seconds
-        if self._first_audio is None:
-            self._first_audio = now
-        self._samples += samples
-        self.player.receive(samples, now)
-
-    def figures(self) -> Figures:
-        """The figures of the answer so far."""
-        return Figures(
-            first_text=self._first_text,
-            first_audio=self._first_audio,
-            total=self.clock.seconds,
-            sound=self._samples / self.player.sample_rate,
-            underruns=self.player.underruns,
+            f"{underruns} underrun{'' if underruns == 1 else 's'}"
         )

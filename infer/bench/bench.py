@@ -23,7 +23,7 @@ from infer.bench.live import draw, folder_config, live_table
 from infer.bench.random_model import preset_lm
 from infer.loading import bytes_of, cpu_threads
 from infer.options import BenchOptions
-from infer.timing import AnswerMeter, Figures
+from infer.timing import AnswerMeter
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import preset
 from omni.cpu.products import use_fast
@@ -123,7 +123,7 @@ def _streaming(lm: SpeechLM, options: BenchOptions, sound: Tensor, assist: bool)
     if answer.real_time_factor is not None and lm.codec is not None:
         codec = codec_alone(lm, round(answer.sound * lm.codec.frame_rate)) / answer.sound
         rows.append(FigureRow("real-time factor", answer.real_time_factor, "", f"an answer of {answer.sound:.2f} s"))
-        rows += [FigureRow("  of the codec alone", codec), FigureRow("underruns", answer.underruns)]
+        rows += [FigureRow("  of the codec alone", codec), FigureRow("underruns", answer.player.underruns)]
     return rows
 
 
@@ -211,18 +211,19 @@ def codec_alone(lm: SpeechLM, frames: int) -> float:
     return timed(decode, lm.model.device, 1)
 
 
-def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float, repeat: int) -> Figures:
+def whole_answer(lm: SpeechLM, sound: Tensor, text_assist: bool, seconds: float, repeat: int) -> AnswerMeter:
     """Of `repeat` answers of (at most) `seconds`, or fewer where they take long, the one with the median real-time factor."""
-    runs = list[Figures]()
+    runs = list[AnswerMeter]()
     while not runs or (len(runs) < repeat and sum(run.total for run in runs) < 8.0):
         with lm.session(text_assist=text_assist, max_seconds=seconds) as session:
             meter = AnswerMeter(lm.codec.sample_rate if lm.codec is not None else 0)
             for event in session.ask(sound, TASK):
                 if isinstance(event, AudioChunk):
-                    meter.sound(len(event.samples))
+                    meter.add_sound(len(event.samples))
                 elif not isinstance(event, Ended):
-                    meter.text()
-            runs.append(meter.figures())
+                    meter.add_text()
+            meter.stop()
+            runs.append(meter)
     return sorted(runs, key=lambda run: run.total / max(run.sound, 1e-9))[len(runs) // 2]
 
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
-from infer.chat.connection import Connection, LocalConnection, ServerConnection
+from infer.chat.connection import LocalConnection, ServerConnection
 from infer.chat.devices import find_device, load_sounddevice, show_devices
 from infer.chat.streams import Loudspeaker, MicrophoneInput
-from infer.chat.talk import SETTINGS, ChatFolder, Lost, MicrophoneBlock, Remarked, SpokenChat
+from infer.chat.talk import SETTINGS, ChatFolder, SpokenChat
 from infer.chat.terminal import ChatScreen, interruptions, keys
 from infer.loading import cpu_threads, load, warm_up
 from infer.options import ChatOptions
@@ -38,9 +38,7 @@ def chat(options: ChatOptions) -> bool:
     source, target = find_device(sound, "input", options.device_in), find_device(sound, "output", options.device_out)
     events: SimpleQueue[Any] = SimpleQueue()
     with ExitStack() as stack:
-        microphone = MicrophoneInput(
-            sound, source, lambda *block: events.put(MicrophoneBlock(*block)), lambda: events.put(Lost("input"))
-        )
+        microphone = MicrophoneInput(sound, source, events.put)
         stack.callback(microphone.close)
         screen = stack.enter_context(ChatScreen())
         connection, most = connect(options, settings, events.put, screen, stack)
@@ -56,7 +54,7 @@ def chat(options: ChatOptions) -> bool:
             longest=most,
             folder=None if options.save is None else ChatFolder(options.save),
         )
-        loudspeaker = Loudspeaker(sound, target, lambda: events.put(Lost("output")))
+        loudspeaker = Loudspeaker(sound, target, events.put)
         stack.callback(loudspeaker.close)
         screen.line(f"microphone {source}, loudspeaker {target}")
         screen.line(welcome(options))
@@ -98,7 +96,7 @@ def detection_of(word: str) -> Event | None:
 
 def connect(
     options: ChatOptions, settings: Event, deliver: Callable[[Any], None], screen: ChatScreen, stack: ExitStack
-) -> tuple[Connection, float]:
+) -> tuple[LocalConnection | ServerConnection, float]:
     """A connection, and the seconds of the longest question; `settings` are completed by what the model can."""
     if options.server is not None:
         screen.doing("connecting")
@@ -119,15 +117,15 @@ def connect(
 
 
 @contextmanager
-def remarks(deliver: Callable[[Remarked], None]) -> Iterator[None]:
+def remarks(deliver: Callable[[SoundWarning], None]) -> Iterator[None]:
     """Deliver the warnings about sound while the block runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", SoundWarning)
         show = warnings.showwarning
 
         def show_remark(message: Warning | str, category: type[Warning], *place: Any) -> None:
-            if issubclass(category, SoundWarning):
-                deliver(Remarked(str(message)))
+            if isinstance(message, SoundWarning):
+                deliver(message)
             else:
                 show(message, category, *place)
 

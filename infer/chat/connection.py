@@ -1,6 +1,7 @@
 """A chat's connection: a session of the server in this program, over a loaded model, or a WebSocket to a Realtime server.
 
-Both take a client's events (`send`) and deliver the server's, as the API has them, or the error that ended them, from a thread.
+Both take a client's events (`send`, which waits for no answer) and deliver the server's, as the API has them, or the error that
+ended them, from a thread. `close` ends the session once all events were handled; of one in this program it saves the history.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -26,7 +27,6 @@ from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from infer.serve.telemetry import Metrics
 from infer.turns.vad import VoiceActivity
-from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 
@@ -41,40 +41,15 @@ SETTINGS = ServeSettings(
 Deliver = Callable[[Event | Exception], None]
 
 
-class Connection(Protocol):
-    """What a chat needs of either."""
-
-    def send(self, event: Event) -> None:
-        """Send an event; waits for no answer."""
-
-    def close(self, save: Path | None = None) -> None:
-        """End the session, once all events were handled; its history is saved to a file, where it is here."""
-
-
 class LoadedModel:
     """A model in this program as the engine of a session, and its host; `beside` are keywords of each of its conversations."""
 
     alive = True
 
     def __init__(self, lm: SpeechLM, beside: dict[str, Any]) -> None:
-        self.engine = self
-        self._lm, self._beside = lm, beside
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._lm.config
-
-    @property
-    def sample_rate(self) -> int:
-        return self._lm.sample_rate
-
-    @property
-    def frame_rate(self) -> float:
-        return self._lm.frame_rate
-
-    @property
-    def listens(self) -> bool:
-        return self.config.encoder.chunk_samples is not None
+        self._lm, self._beside, self.engine = lm, beside, self
+        self.config, self.sample_rate, self.frame_rate = lm.config, lm.sample_rate, lm.frame_rate
+        self.listens = lm.config.encoder.chunk_samples is not None
 
     def spare(self) -> bool:
         return self._lm.engine.spare
@@ -106,30 +81,29 @@ class LocalConnection:
     """
 
     def __init__(self, lm: SpeechLM, answering: Answering, beside: dict[str, Any], deliver: Deliver) -> None:
-        self._model, self._deliver = LoadedModel(lm, beside), deliver
-        self._settings = ServeSettings(lead=SETTINGS.lead, limits=SETTINGS.limits, answering=answering)
+        settings, host = replace(SETTINGS, answering=answering), cast(EngineHost, LoadedModel(lm, beside))
+        voices, transport = Voices((), settings.model, lm.sample_rate > 0), DeliveringTransport(deliver)
+        self.session = RealtimeSession(host, settings, voices, VoiceActivity(), Metrics(), transport, wants_omni=True)
+        self.loop, self._events = asyncio.new_event_loop(), asyncio.Queue[Event | None]()
+        self._deliver = deliver
         self._save: Path | None = None
         self._error: Exception | None = None
-        opened: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name="omni-session", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="omni-session", daemon=True)
         self._thread.start()
-        opened.result()
 
-    def _run(self, opened: Future[None]) -> None:
+    def _run(self) -> None:
         try:
-            asyncio.run(self._serve(opened))
+            self.loop.run_until_complete(self._serve())
         except Exception as error:
             self._error = error
             self._deliver(error)
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
 
-    async def _serve(self, opened: Future[None]) -> None:
+    async def _serve(self) -> None:
         """Handle events until the connection is closed."""
-        self.loop, self._events = asyncio.get_running_loop(), asyncio.Queue[Event | None]()
-        voices = Voices((), self._settings.model, self._model.sample_rate > 0)
-        transport, host = DeliveringTransport(self._deliver), cast(EngineHost, self._model)
-        self.session = RealtimeSession(host, self._settings, voices, VoiceActivity(), Metrics(), transport, wants_omni=True)
         self.session.begin()
-        opened.set_result(None)
         try:
             while (event := await self._events.get()) is not None:
                 await self.session.handle(json.dumps(event))

@@ -1,13 +1,8 @@
-"""Finds microphones and loudspeakers, and opens streams of 16-bit samples on them.
-
-PortAudio is reached through the package `sounddevice`. A stream is opened in one channel at the rate that is wanted, or else at
-the device's own rate, or else in two channels.
-"""
+"""Finds and lists microphones and loudspeakers; PortAudio is reached through the package `sounddevice`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,8 +13,6 @@ Kind = Literal["input", "output"]
 
 NAMES = {"input": "microphone", "output": "loudspeaker"}
 OPTIONS = {"input": "--device_in", "output": "--device_out"}
-
-LATENCY = 0.06  # seconds that a device is asked to hold: its callbacks are Python's, and wait for other threads
 
 
 @dataclass(frozen=True)
@@ -70,84 +63,29 @@ def listing(devices: list[SoundDevice], kind: Kind) -> str:
 
 def find_device(sound: Any, kind: Kind, query: str | None) -> SoundDevice:
     """The device of a number or a part of a name, by default the system's; UserError for none, several, or the other kind."""
-    devices, name, option = all_devices(sound), NAMES[kind], OPTIONS[kind]
+    devices, option = all_devices(sound), OPTIONS[kind]
     able = [device for device in devices if device.channels(kind)]
     if query is None:
-        matches = [device for device in able if kind in device.default]
-        if not matches:
-            way = f": {listing(devices, kind)}" if not able else f"; choose one with {option}: {listing(devices, kind)}"
-            raise UserError(f"the system names no {name}{way}")
-        return matches[0]
+        for device in able:
+            if kind in device.default:
+                return device
+        choose = f"; choose one with {option}" if able else ""
+        raise UserError(f"the system names no {NAMES[kind]}{choose}: {listing(devices, kind)}")
     if query.isascii() and query.isdigit():
-        matches = [device for device in devices if device.index == int(query)]
+        wanted = int(query)
     else:
         try:
             wanted = sound.query_devices(query, kind)["index"]
         except (ValueError, sound.PortAudioError):
-            matching = [device for device in able if query.lower() in f"{device.name}, {device.host}".lower()]
-            problem = f"{option} {query!r} is the name of several: {', '.join(map(str, matching))}; give the number of one"
-            none = f"{option} {query!r} is no {name}; {listing(devices, kind)}"
-            raise UserError(problem if len(matching) > 1 else none) from None
-        matches = [device for device in devices if device.index == wanted]
-    if not matches or not matches[0].channels(kind):
-        other = f" ({matches[0].name!r} has no {kind})" if matches else ""
-        raise UserError(f"{option} {query} is no {name}{other}; {listing(devices, kind)}")
-    return matches[0]
-
-
-def open_stream(
-    sound: Any, device: SoundDevice, kind: Kind, rate: int, callback: Callable[..., None], finished: Callable[[], None]
-) -> tuple[Any, int, int]:
-    """Open a stream on a device, at `rate` where it takes that; returns it, its rate and its channels.
-
-    PortAudio calls `callback` and `finished` (once the stream has ended) in a thread of its own. UserError where the device
-    takes no form that was tried."""
-    make = sound.RawInputStream if kind == "input" else sound.RawOutputStream
-    refusals: dict[str, None] = {}
-    for channels, stream_rate in _forms(device.channels(kind), rate, device.rate):
-        try:
-            stream = make(
-                samplerate=stream_rate,
-                channels=channels,
-                dtype="int16",
-                device=device.index,
-                latency=LATENCY,
-                callback=callback,
-                finished_callback=finished,
-            )
-        except sound.PortAudioError as error:
-            refusals[f"{stream_rate} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}"] = None
-        else:
-            return stream, stream_rate, channels
-    raise UserError(
-        f"the {NAMES[kind]} {device} cannot be opened ({'; '.join(refusals)}); end other programs that use it, or choose "
-        f"another with {OPTIONS[kind]}: {listing(all_devices(sound), kind)}"
-    )
-
-
-def _forms(most: int, wanted: int, own: int) -> Iterator[tuple[int, int]]:
-    """Channels and rates in the order in which they are tried."""
-    for channels in (1, 2):
-        if channels <= most:
-            yield from ((channels, rate) for rate in dict.fromkeys((wanted, own)))
-
-
-def start_stream(sound: Any, device: SoundDevice, kind: Kind, stream: Any) -> None:
-    """Start a stream; UserError where the device refuses."""
-    try:
-        stream.start()
-    except sound.PortAudioError as error:
-        raise UserError(
-            f"the {NAMES[kind]} {device} cannot be started ({' '.join(str(error).split())}); end other programs that use it, "
-            f"or choose another with {OPTIONS[kind]}: {listing(all_devices(sound), kind)}"
-        ) from error
-
-
-def close_stream(sound: Any, stream: Any) -> None:
-    """Stop a stream at once and close it, also where its device is gone."""
-    for act in (stream.abort, stream.close):
-        with contextlib.suppress(sound.PortAudioError):
-            act()
+            wanted = -1
+            matching = [str(device) for device in able if query.lower() in f"{device.name}, {device.host}".lower()]
+            if len(matching) > 1:
+                several = ", ".join(matching)
+                raise UserError(f"{option} {query!r} is the name of several: {several}; give the number of one") from None
+    for device in able:
+        if device.index == wanted:
+            return device
+    raise UserError(f"{option} {query} is no {NAMES[kind]}; {listing(devices, kind)}")
 
 
 def show_devices(sound: Any) -> None:

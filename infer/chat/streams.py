@@ -10,37 +10,115 @@ that time, so that what was played is known between two of its calls, gaps left 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from infer.chat.devices import SoundDevice, close_stream, open_stream, start_stream
+from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, listing
 from infer.pcm import PCM_RATE, Resampler, SampleQueue, faded, to_int16
 from infer.serve.realtime.playback import SOFT
+from omni.errors import UserError
 
+LATENCY = 0.06  # seconds that a device is asked to hold: its callbacks are Python's, and wait for other threads
 MOST_AHEAD = 2.0  # seconds by which a device can be ahead; where it tells more, or less than none, its latency is taken
 
 
-class Loudspeaker:
-    """Plays one answer after another, samples at `PCM_RATE`; UserError where the device cannot be opened.
+class MicrophoneBlock(NamedTuple):
+    """A block of the microphone; `lost`: some before it was not taken in time."""
+
+    raw: np.ndarray
+    lost: bool
+
+
+class Lost(NamedTuple):
+    """A device is gone."""
+
+    kind: Kind
+
+
+class SoundStream:
+    """A stream of 16-bit samples on a device, in one channel at `PCM_RATE`, or else at the device's own rate, or else in two
+    channels; UserError where the device takes none of these.
 
     Args:
-        lost: called in PortAudio's thread when the device is gone.
+        callback: of PortAudio, called in a thread of its own.
+        deliver: called there with `Lost` when the device is gone.
     """
 
-    def __init__(self, sound: Any, device: SoundDevice, lost: Callable[[], None]) -> None:
-        self.device, self._sound, self._lost = device, sound, lost
+    def __init__(
+        self, sound: Any, device: SoundDevice, kind: Kind, callback: Callable[..., None], deliver: Callable[[Any], None]
+    ) -> None:
+        self.sound, self.device, self.kind, self._deliver = sound, device, kind, deliver
+        self._stopping = False
+        make = sound.RawInputStream if kind == "input" else sound.RawOutputStream
+        channel_counts, refusals = range(1, min(device.channels(kind), 2) + 1), []
+        for channels, rate in itertools.product(channel_counts, dict.fromkeys((PCM_RATE, device.rate))):
+            try:
+                self._stream = make(
+                    samplerate=rate,
+                    channels=channels,
+                    dtype="int16",
+                    device=device.index,
+                    latency=LATENCY,
+                    callback=callback,
+                    finished_callback=self._finished,
+                )
+            except sound.PortAudioError as error:
+                refusals.append(f"{rate} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}")
+            else:
+                self._rate, self._channels = rate, channels
+                return
+        raise self._refused("opened", "; ".join(refusals))
+
+    def _refused(self, act: str, reason: str) -> UserError:
+        return UserError(
+            f"the {NAMES[self.kind]} {self.device} cannot be {act} ({reason}); end other programs that use it, or choose "
+            f"another with {OPTIONS[self.kind]}: {listing(all_devices(self.sound), self.kind)}"
+        )
+
+    def start(self) -> None:
+        """UserError where the device refuses."""
+        try:
+            self._stream.start()
+        except self.sound.PortAudioError as error:
+            raise self._refused("started", " ".join(str(error).split())) from error
+
+    def _finished(self) -> None:
+        if not self._stopping:
+            self._deliver(Lost(self.kind))
+
+    def lost_error(self) -> UserError:
+        """The error of a device that is gone."""
+        others = listing([other for other in all_devices(self.sound) if other.index != self.device.index], self.kind)
+        return UserError(
+            f"the {NAMES[self.kind]} {self.device} is gone, or {'gives' if self.kind == 'input' else 'takes'} no more sound; "
+            f"connect it again or choose another with {OPTIONS[self.kind]}: besides it {others}"
+        )
+
+    def close(self) -> None:
+        """Stop at once and close, also where the device is gone."""
+        self._stopping = True
+        for act in (self._stream.abort, self._stream.close):
+            with contextlib.suppress(self.sound.PortAudioError):
+                act()
+
+
+class Loudspeaker(SoundStream):
+    """Plays one answer after another, samples at `PCM_RATE`."""
+
+    def __init__(self, sound: Any, device: SoundDevice, deliver: Callable[[Any], None]) -> None:
         self._lock = threading.Lock()
         self._queue = SampleQueue()
         self._taken = 0  # samples of the answer that the device has got
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
-        self._whole = self._stopping = False
+        self._whole = False
         self._gain = self._wanted = 1.0  # of the last sample, and from the next on
         self._last_time = 0.0
-        self._stream, self._rate, self._channels = open_stream(sound, device, "output", PCM_RATE, self._fill, self._finished)
+        super().__init__(sound, device, "output", self._fill, deliver)
         self._resampler = Resampler(PCM_RATE, self._rate)
 
     def begin(self) -> None:
@@ -55,7 +133,7 @@ class Loudspeaker:
             if not self._stream.stopped:  # the device ended it by itself
                 self._stream.stop()
             self._stopping = False
-            start_stream(self._sound, self.device, "output", self._stream)
+            self.start()
 
     def write(self, samples: np.ndarray) -> None:
         """Play samples [S], float32, after those before."""
@@ -81,7 +159,7 @@ class Loudspeaker:
 
     def _now(self) -> float:
         """The stream's time; of a device that is gone, the last that it told."""
-        with contextlib.suppress(self._sound.PortAudioError):
+        with contextlib.suppress(self.sound.PortAudioError):
             self._last_time = self._stream.time
         return self._last_time
 
@@ -113,7 +191,7 @@ class Loudspeaker:
             self._marks.clear()
             self._marks.append((now, self._taken, 0))
             self._whole = True
-        with contextlib.suppress(self._sound.PortAudioError):  # the device is gone
+        with contextlib.suppress(self.sound.PortAudioError):  # the device is gone
             self._stream.abort()
         return self._taken / self._rate
 
@@ -131,48 +209,19 @@ class Loudspeaker:
         out[: len(data)] = data
         out[len(data) :] = bytes(len(out) - len(data))
 
-    def _finished(self) -> None:
-        if not self._stopping:
-            self._lost()
 
-    def close(self) -> None:
-        self._stopping = True
-        close_stream(self._sound, self._stream)
+class MicrophoneInput(SoundStream):
+    """Records until it is closed; delivers a `MicrophoneBlock` for each block, in PortAudio's thread."""
 
-
-class MicrophoneInput:
-    """Records until it is closed; UserError where the device cannot be opened.
-
-    Args:
-        deliver: called with the raw samples of each block and whether some before it were lost, in PortAudio's thread.
-        lost: called there when the device is gone.
-    """
-
-    def __init__(
-        self, sound: Any, device: SoundDevice, deliver: Callable[[np.ndarray, bool], None], lost: Callable[[], None]
-    ) -> None:
-        self.device, self.sound, self._deliver, self._lost = device, sound, deliver, lost
-        self._closed = False
-        self._stream, self._rate, self._channels = open_stream(sound, device, "input", PCM_RATE, self._take, self._finished)
+    def __init__(self, sound: Any, device: SoundDevice, deliver: Callable[[Any], None]) -> None:
+        super().__init__(sound, device, "input", self._take, deliver)
         self._resampler = Resampler(self._rate, PCM_RATE)
 
-    def start(self) -> None:
-        """UserError where the device refuses."""
-        start_stream(self.sound, self.device, "input", self._stream)
-
     def _take(self, data: Any, frames: int, time: Any, status: Any) -> None:
-        self._deliver(np.frombuffer(bytes(data), np.int16), bool(status.input_overflow))
-
-    def _finished(self) -> None:
-        if not self._closed:
-            self._lost()
+        self._deliver(MicrophoneBlock(np.frombuffer(bytes(data), np.int16), bool(status.input_overflow)))
 
     def samples(self, raw: np.ndarray) -> np.ndarray:
         """The samples [S] of the next block that was delivered: two channels are averaged, another rate is resampled."""
         if self._channels == 1 and self._rate == PCM_RATE:
             return raw
         return to_int16(self._resampler.push(raw.reshape(-1, self._channels).astype(np.float32).mean(axis=1) / 32768))
-
-    def close(self) -> None:
-        self._closed = True
-        close_stream(self.sound, self._stream)

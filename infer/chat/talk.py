@@ -19,20 +19,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from infer.chat.connection import Connection
-from infer.chat.devices import NAMES, OPTIONS, Kind, SoundDevice, all_devices, listing
-from infer.chat.streams import Loudspeaker, MicrophoneInput
+from infer.chat.connection import LocalConnection, ServerConnection
+from infer.chat.streams import Lost, Loudspeaker, MicrophoneBlock, MicrophoneInput
 from infer.chat.terminal import ChatScreen, Key
 from infer.options import in_options, on_one_line
 from infer.pcm import PCM_RATE
 from infer.serve.realtime.protocol import Event
 from omni.audio.wav import write_audio
-from omni.errors import UserError
+from omni.errors import SoundWarning, UserError
 
 GONE = 5.0  # seconds after which a device that gives or takes no sound is taken for gone
 ECHO = 0.3  # seconds for which the room is not heard after an answer was, where the microphone hears the loudspeaker
@@ -43,25 +42,6 @@ SPARE = 0.5  # seconds of the longest question that are left to the model, as th
 SETTINGS = "settings"  # id of the event that sets the session up
 HARMLESS = ("response_cancel_not_active", "item_truncate_invalid_item_id")
 """Codes of errors about an answer that has ended by itself meanwhile."""
-
-
-class MicrophoneBlock(NamedTuple):
-    """A block of the microphone; `lost`: some before it was not taken in time."""
-
-    raw: np.ndarray
-    lost: bool
-
-
-class Lost(NamedTuple):
-    """A device is gone."""
-
-    kind: Kind
-
-
-class Remarked(NamedTuple):
-    """A reason to doubt a question (silent, very short)."""
-
-    text: str
 
 
 @dataclass
@@ -97,7 +77,7 @@ class SpokenChat:
     def __init__(
         self,
         events: queue.SimpleQueue[Any],
-        connection: Connection,
+        connection: LocalConnection | ServerConnection,
         screen: ChatScreen,
         *,
         barge_in: bool,
@@ -131,17 +111,13 @@ class SpokenChat:
         try:
             microphone.start()
             self._listen()
-            while (event := self._next()) != "end":
+            while (event := self._events.get(timeout=GONE)) != "end":
                 self._take(event)
+        except queue.Empty:
+            raise microphone.lost_error() from None
         finally:
             self._leave()
         return self.whole
-
-    def _next(self) -> Any:
-        try:
-            return self._events.get(timeout=GONE)
-        except queue.Empty:
-            return Lost("input")
 
     def _take(self, event: Any) -> None:
         if isinstance(event, MicrophoneBlock):
@@ -149,10 +125,10 @@ class SpokenChat:
         elif isinstance(event, dict):
             if (handler := HANDLERS.get(event["type"])) is not None:
                 handler(self, event)
-        elif isinstance(event, Remarked):
-            self._screen.tell(f"warning: {on_one_line(event.text)}")
+        elif isinstance(event, SoundWarning):  # a reason to doubt a question
+            self._screen.tell(f"warning: {on_one_line(str(event))}")
         elif isinstance(event, Lost):
-            self._raise_lost(event.kind)
+            raise (self._microphone if event.kind == "input" else self._loudspeaker).lost_error()
         elif isinstance(event, Exception):
             raise event
         else:
@@ -167,15 +143,7 @@ class SpokenChat:
             self._drop_question()
             self._stop_answer("left")
         finally:
-            self._connection.close(None if self._folder is None else self._folder.conversation)
-
-    def _raise_lost(self, kind: Kind) -> None:
-        device: SoundDevice = (self._microphone if kind == "input" else self._loudspeaker).device
-        others = listing([other for other in all_devices(self._microphone.sound) if other.index != device.index], kind)
-        raise UserError(
-            f"the {NAMES[kind]} {device} is gone, or {'gives' if kind == 'input' else 'takes'} no more sound; connect it again "
-            f"or choose another with {OPTIONS[kind]}: besides it {others}"
-        )
+            self._connection.close(None if self._folder is None else self._folder.path / "conversation.safetensors")
 
     # --- the microphone -----------------------------------------------------------------------------------------------
 
@@ -364,7 +332,7 @@ class SpokenChat:
             self._still = 0 if played != self._played else self._still + passed
             self._played = played
             if self._still >= GONE * PCM_RATE and self._loudspeaker.waits:
-                self._raise_lost("output")
+                raise self._loudspeaker.lost_error()
 
     def _finish_answer(self, answer: PlayedAnswer, played: float | None, note: str) -> None:
         """Note an answer that is over; `played` is how much of it was heard, where that was not all."""
@@ -428,13 +396,11 @@ HANDLERS: dict[str, Callable[[SpokenChat, Event], None]] = {
 
 
 class ChatFolder:
-    """Writes `question-1.wav`, `answer-1.wav`, ... into a new folder; UserError where it cannot. `conversation`: file of the
-    history."""
+    """Writes `question-1.wav`, `answer-1.wav`, ... into a new folder; UserError where it cannot."""
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder)
         self.path.mkdir(exist_ok=True)
-        self.conversation = self.path / "conversation.safetensors"
 
     def write(self, name: str, pieces: Sequence[np.ndarray], seconds: float | None = None) -> None:
         """Write samples [S] each, int16 at `PCM_RATE`, of an answer as far as it was heard; no file where there are none."""

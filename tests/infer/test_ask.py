@@ -207,12 +207,13 @@ def test_every_chunk_is_written_before_the_next_is_made(tmp_path, capsys):
 
     with Outputs([WavOutput(tmp_path / "a.wav", 8000), PipeOutput(pipe)]) as outputs:
         pieces: list[str] = []
-        figures, ended = follow(events(), AnswerMeter(8000), outputs, sys.stdout, pieces)
+        meter = AnswerMeter(8000)
+        ended = follow(events(), meter, outputs, sys.stdout, pieces)
     assert [pipe for _, pipe, _ in seen] == [2 * 8192 * n for n in (1, 2, 3, 4)]
     sizes = [file for file, _, _ in seen]
     assert sizes == sorted(set(sizes)) and sizes[0] > 44  # the file grows with every chunk
     assert [out for _, _, out in seen] == [f"word{n} " for n in range(4)]
-    assert ("".join(pieces), ended.reason, figures.sound) == ("word0 word1 word2 word3 ", "end", 4 * 8192 / 8000)
+    assert ("".join(pieces), ended.reason, meter.sound) == ("word0 word1 word2 word3 ", "end", 4 * 8192 / 8000)
     assert read_audio(tmp_path / "a.wav", 8000).tolist() == [n / 8 for n in range(4) for _ in range(8192)]
 
 

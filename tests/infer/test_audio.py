@@ -14,13 +14,13 @@ import pytest
 import soundfile
 import torch
 
-from infer.audio import Outputs, Paced
+from infer.audio import Output, Outputs, Paced
 from omni.audio.wav import pcm16
 from omni.errors import UserError
 from tests.infer.conftest import ROOT, in_file, write_question
 
 
-class Kept:
+class Kept(Output):
     """Keeps what it is given."""
 
     def __init__(self, fail_at: int | None = None):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from infer import timing as playback
-from infer.timing import AnswerMeter, Figures, Player
+from infer.timing import AnswerMeter, Player
 
 
 def slow_player(arrivals: list[tuple[int, int]], rate: int) -> int:
@@ -53,9 +53,10 @@ def test_the_meter_takes_first_times_and_the_whole(monkeypatch):
     for now, samples in ((0.2, 0), (0.3, 4000), (0.5, 0), (0.9, 4000), (1.2, 8000)):
         meter.clock.seconds = now
         if samples:
-            meter.sound(samples)
+            meter.add_sound(samples)
         else:
-            meter.text()
+            meter.add_text()
     meter.clock.seconds = 1.5
-    assert meter.figures() == Figures(first_text=0.2, first_audio=0.3, total=1.5, sound=2.0, underruns=1)
-    assert meter.figures().line() == "first audio 300 ms, real-time factor 0.75, 1 underrun"
+    meter.stop()
+    assert (meter.first_text, meter.first_audio, meter.total, meter.sound) == (0.2, 0.3, 1.5, 2.0)
+    assert meter.line() == "first audio 300 ms, real-time factor 0.75, 1 underrun"

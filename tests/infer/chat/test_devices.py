@@ -106,7 +106,7 @@ def loudspeaker(rate: int = RATE, channels: int = 1) -> tuple[FakeSound, Loudspe
     """One on a device of a rate and channels."""
     sound = FakeSound()
     sound.takes["output"] = ((rate,), (channels,))
-    speaker = Loudspeaker(sound, find_device(sound, "output", None), lambda: None)
+    speaker = Loudspeaker(sound, find_device(sound, "output", None), lambda event: None)
     speaker.begin()
     return sound, speaker, sound.streams["output"]
 
