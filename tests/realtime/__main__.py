@@ -25,10 +25,9 @@ from omni.errors import UserError, closest
 from tests.realtime.answer_points import ANSWERS, ASKING, WIRE
 from tests.realtime.client import address_of, read_question
 from tests.realtime.item_points import ITEMS, SOUND, TURNS
-from tests.realtime.kit import CheckedPoint, Kit
+from tests.realtime.kit import CheckedPoint, Kit, trusting
 from tests.realtime.points import NEEDS_SPEECH, Point, PointFailed, shortened
 from tests.realtime.session_points import ERRORS, SESSION
-from tests.realtime.tls import trusting
 
 POINTS = {
     point.name: point for topic in (SESSION, ERRORS, ITEMS, ANSWERS, ASKING, SOUND, TURNS, WIRE) for point in topic.points

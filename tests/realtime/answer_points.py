@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.realtime.client import RATE, Came, Played, written
+from tests.realtime.client import RATE, Came, Played, RealtimeClient, written
 from tests.realtime.kit import LONG, SHORT, Kit, ManualTurn
 from tests.realtime.points import PointFailed, PointNoted, PointSkipped, ServerEvent, Topic, equal, field, shortened
 
@@ -64,23 +64,17 @@ def question_in_order(turn: ManualTurn) -> None:
         raise PointFailed("the answer began before its question was told", turn.asked)
 
 
-@ANSWERS.point(
-    "written-turn",
-    "a written question and its answer come with all their events, in order",
-    "clients build an answer up from its events; one that is missing or early is dropped",
-)
+@ANSWERS.point("clients build an answer up from its events; one that is missing or early is dropped")
 async def written_turn(kit: Kit) -> None:
+    """A written question and its answer come with all their events, in order."""
     turn = await kit.written()
     question_in_order(turn)
     in_order(turn.answer.came)
 
 
-@ANSWERS.point(
-    "spoken-turn",
-    "sound that the client commits and its answer come with all their events, in order",
-    "clients build an answer up from its events; one that is missing or early is dropped",
-)
+@ANSWERS.point("clients build an answer up from its events; one that is missing or early is dropped")
 async def spoken_turn(kit: Kit) -> None:
+    """Sound that the client commits and its answer come with all their events, in order."""
     turn = await kit.spoken()
     question_in_order(turn)
     in_order(turn.answer.came)
@@ -89,12 +83,9 @@ async def spoken_turn(kit: Kit) -> None:
         raise PointFailed("input_audio_buffer.committed came after the item", turn.asked)
 
 
-@ANSWERS.point(
-    "spoken-question",
-    "a spoken question's item has one input_audio content, with the key transcript (null while it is not known)",
-    "strict clients throw on the missing key, and their connection dies",
-)
+@ANSWERS.point("strict clients throw on the missing key, and their connection dies")
 async def spoken_question(kit: Kit) -> None:
+    """A spoken question's item has one input_audio content, with the key transcript (null while it is not known)."""
     asked = (await kit.spoken()).asked
     equal(asked, "item.type", "message")
     equal(asked, "item.role", "user")
@@ -107,12 +98,9 @@ async def answers(kit: Kit) -> list[Played]:
     return [(await kit.written()).answer, (await kit.spoken()).answer]
 
 
-@ANSWERS.point(
-    "content-types",
-    "a part is of the type audio or text, an item's content output_audio or output_text",
-    "the two have different names, and typed clients drop the event with the wrong one",
-)
+@ANSWERS.point("the two have different names, and typed clients drop the event with the wrong one")
 async def content_types(kit: Kit) -> None:
+    """A part is of the type audio or text, an item's content output_audio or output_text."""
     for played in await answers(kit):
         part = field(played.first("response.content_part.added"), "part.type")
         if part not in ("audio", "text"):
@@ -123,12 +111,9 @@ async def content_types(kit: Kit) -> None:
         equal(played.done, "response.output.0.content.0.type", f"output_{part}")
 
 
-@ANSWERS.point(
-    "ids",
-    "every event of an answer names its response, item, output_index and content_index",
-    "clients find the text and the sound of an answer by them",
-)
+@ANSWERS.point("clients find the text and the sound of an answer by them")
 async def ids(kit: Kit) -> None:
+    """Every event of an answer names its response, item, output_index and content_index."""
     parts = {"response.content_part.added", "response.content_part.done", *DELTAS, *DELTAS.values()}
     for played in await answers(kit):
         response_id, item_id = field(played.created, "response.id"), played.item_id
@@ -143,12 +128,9 @@ async def ids(kit: Kit) -> None:
         equal(played.done, "response.output.0.id", item_id)
 
 
-@ANSWERS.point(
-    "joined",
-    "the deltas of a text, joined, are the text of its end, of its part and of its item",
-    "captions differ from what is kept",
-)
+@ANSWERS.point("captions differ from what is kept")
 async def joined(kit: Kit) -> None:
+    """The deltas of a text, joined, are the text of its end, of its part and of its item."""
     for played in await answers(kit):
         for kind, name in (("response.output_audio_transcript", "transcript"), ("response.output_text", "text")):
             if not played.of(f"{kind}.done"):
@@ -159,12 +141,9 @@ async def joined(kit: Kit) -> None:
             equal(played.first("response.output_item.done"), f"item.content.0.{name}", whole)
 
 
-@ANSWERS.point(
-    "usage",
-    "response.done has a usage whose numbers are all numbers",
-    "a client that reads null for a number drops the event, and never asks for an answer again",
-)
+@ANSWERS.point("a client that reads null for a number drops the event, and never asks for an answer again")
 async def usage(kit: Kit) -> None:
+    """response.done has a usage whose numbers are all numbers."""
     for played in await answers(kit):
         for name in ("input_tokens", "output_tokens", "total_tokens"):
             field(played.done, f"response.usage.{name}", int)
@@ -183,12 +162,9 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
         yield from leaves(one, f"{path}.{key}" if path else str(key))
 
 
-@ANSWERS.point(
-    "rate-limits",
-    "rate_limits.updated, where it is sent, names only requests and tokens",
-    "typed clients refuse the event",
-)
+@ANSWERS.point("typed clients refuse the event")
 async def rate_limits(kit: Kit) -> None:
+    """rate_limits.updated, where it is sent, names only requests and tokens."""
     turns = (await kit.written(), await kit.spoken())
     told = [one.event for turn in turns for one in turn.came if one.event.get("type") == "rate_limits.updated"]
     if not told:
@@ -199,12 +175,9 @@ async def rate_limits(kit: Kit) -> None:
                 raise PointFailed(f"it names {shortened(limit.get('name'))}", event)
 
 
-@ANSWERS.point(
-    "lead",
-    "sound is sent at most a second ahead of what is heard",
-    "the rest must be cut by item.truncate when somebody interrupts",
-)
+@ANSWERS.point("the rest must be cut by item.truncate when somebody interrupts")
 async def lead(kit: Kit) -> None:
+    """Sound is sent at most a second ahead of what is heard."""
     played = (await kit.spoken()).answer
     came = [one for one in played.came if one.event.get("type") == "response.output_audio.delta"]
     if not came:
@@ -220,134 +193,99 @@ async def lead(kit: Kit) -> None:
 ASKING = Topic("asking")
 
 
-@ASKING.point(
-    "in-time",
-    "an item is told within 5 s, and an answer begins to be within 10 s",
-    "clients give their request up after so long",
-)
-async def in_time(kit: Kit) -> None:
-    async with kit.session() as client:
-        for seconds, kind, asking in (
-            (5, "conversation.item.added", lambda: client.send("conversation.item.create", item=written(SHORT))),
-            (10, "response.created", lambda: client.send("response.create")),
-        ):
-            start = client.now
-            await asking()
-            told = await client.expect(kind)
-            if client.now - start > seconds:
-                raise PointFailed(f"{kind} took {client.now - start:.1f} s", told)
-        await client.finished(told)
+@ASKING.in_session("clients give their request up after so long")
+async def in_time(client: RealtimeClient) -> None:
+    """An item is told within 5 s, and an answer begins to be within 10 s."""
+    for seconds, kind, asking in (
+        (5, "conversation.item.added", lambda: client.send("conversation.item.create", item=written(SHORT))),
+        (10, "response.created", lambda: client.send("response.create")),
+    ):
+        start = client.now
+        await asking()
+        told = await client.expect(kind)
+        if client.now - start > seconds:
+            raise PointFailed(f"{kind} took {client.now - start:.1f} s", told)
+    await client.finished(told)
 
 
-@ASKING.point(
-    "override",
-    "settings of response.create hold for that answer alone",
-    "one written answer on the side would silence all that follow",
-)
-async def override(kit: Kit) -> None:
-    async with kit.session() as client:
-        await client.write(SHORT)
-        played = await client.respond(output_modalities=["text"], instructions="Answer in one word.")
-        equal(played.first("response.content_part.added"), "part.type", "text")
-        told = await client.update()
-        modalities = field(told, "session.output_modalities", list)
-        if "audio" not in modalities:
-            raise PointFailed("the session's output_modalities were changed as well", told)
+@ASKING.in_session("one written answer on the side would silence all that follow")
+async def override(client: RealtimeClient) -> None:
+    """Settings of response.create hold for that answer alone."""
+    await client.write(SHORT)
+    played = await client.respond(output_modalities=["text"], instructions="Answer in one word.")
+    equal(played.first("response.content_part.added"), "part.type", "text")
+    told = await client.update()
+    modalities = field(told, "session.output_modalities", list)
+    if "audio" not in modalities:
+        raise PointFailed("the session's output_modalities were changed as well", told)
 
 
-@ASKING.point(
-    "limit",
-    "max_output_tokens is taken, for the session and for one answer",
-    "clients that set one get no answer at all",
-)
-async def limit(kit: Kit) -> None:
-    async with kit.session(max_output_tokens=4096) as client:
-        await client.write(SHORT)
-        await client.respond()
-        await client.write(SHORT)
-        await client.respond(max_output_tokens="inf")
+@ASKING.in_session("clients that set one get no answer at all", max_output_tokens=4096)
+async def limit(client: RealtimeClient) -> None:
+    """max_output_tokens is taken, for the session and for one answer."""
+    await client.write(SHORT)
+    await client.respond()
+    await client.write(SHORT)
+    await client.respond(max_output_tokens="inf")
 
 
-@ASKING.point(
-    "limited",
-    "an answer that max_output_tokens ends is incomplete, and says so",
-    "clients take half an answer for a whole one",
-)
-async def limited(kit: Kit) -> None:
-    async with kit.session() as client:
-        await client.write(LONG)
-        played = await client.respond(max_output_tokens=1)
-        equal(played.done, "response.status", "incomplete")
-        equal(played.done, "response.status_details.reason", "max_output_tokens")
+@ASKING.in_session("clients take half an answer for a whole one")
+async def limited(client: RealtimeClient) -> None:
+    """An answer that max_output_tokens ends is incomplete, and says so."""
+    await client.write(LONG)
+    played = await client.respond(max_output_tokens=1)
+    equal(played.done, "response.status", "incomplete")
+    equal(played.done, "response.status_details.reason", "max_output_tokens")
 
 
-@ASKING.point(
-    "metadata",
-    "metadata of response.create comes back in response.created and response.done",
-    "clients find their own answer by it, and wait for ever without",
-)
-async def metadata(kit: Kit) -> None:
-    async with kit.session() as client:
-        await client.write(SHORT)
-        played = await client.respond(metadata={"asked_by": "conformance"})
-        for event in (played.created, played.done):
-            equal(event, "response.metadata", {"asked_by": "conformance"})
+@ASKING.in_session("clients find their own answer by it, and wait for ever without")
+async def metadata(client: RealtimeClient) -> None:
+    """Metadata of response.create comes back in response.created and response.done."""
+    await client.write(SHORT)
+    played = await client.respond(metadata={"asked_by": "conformance"})
+    for event in (played.created, played.done):
+        equal(event, "response.metadata", {"asked_by": "conformance"})
 
 
-@ASKING.point(
-    "beside",
-    "an answer with conversation `none` stays out of the conversation",
-    "what clients ask on the side, such as a summary, turns up in the dialogue",
-)
-async def beside(kit: Kit) -> None:
-    async with kit.session() as client:
-        asked = await client.write(SHORT)
-        played = await client.respond(conversation="none", input=[written(LONG)], metadata={"topic": "aside"})
-        if field(played.done, "response", dict).get("conversation_id") is not None:
-            raise PointFailed("it has a conversation_id", played.done)
-        for kind in ("conversation.item.added", "conversation.item.done"):
-            if played.of(kind):
-                raise PointFailed(f"{kind} came for it", played.first(kind))
-        equal(await client.write("One."), "previous_item_id", field(asked, "item.id"))
+@ASKING.in_session("what clients ask on the side, such as a summary, turns up in the dialogue")
+async def beside(client: RealtimeClient) -> None:
+    """An answer with conversation `none` stays out of the conversation."""
+    asked = await client.write(SHORT)
+    played = await client.respond(conversation="none", input=[written(LONG)], metadata={"topic": "aside"})
+    if field(played.done, "response", dict).get("conversation_id") is not None:
+        raise PointFailed("it has a conversation_id", played.done)
+    for kind in ("conversation.item.added", "conversation.item.done"):
+        if played.of(kind):
+            raise PointFailed(f"{kind} came for it", played.first(kind))
+    equal(await client.write("One."), "previous_item_id", field(asked, "item.id"))
 
 
-@ASKING.point(
-    "own-input",
-    "response.create takes an input of its own, items and references to items of the conversation",
-    "clients ask on the side about parts of a conversation",
-)
-async def own_input(kit: Kit) -> None:
-    async with kit.session() as client:
-        item_id = field(await client.write("What is one plus one?"), "item.id", str)
-        reference = {"type": "item_reference", "id": item_id}
-        await client.respond(conversation="none", input=[reference])
-        await client.respond(conversation="none", input=[reference, written(SHORT)])
+@ASKING.in_session("clients ask on the side about parts of a conversation")
+async def own_input(client: RealtimeClient) -> None:
+    """response.create takes an input of its own, items and references to items of the conversation."""
+    item_id = field(await client.write("What is one plus one?"), "item.id", str)
+    reference = {"type": "item_reference", "id": item_id}
+    await client.respond(conversation="none", input=[reference])
+    await client.respond(conversation="none", input=[reference, written(SHORT)])
 
 
-@ASKING.point(
-    "text-only",
-    'with output_modalities ["text"] an answer is output_text alone',
-    "clients with a voice of their own would pay for sound and get no text",
-)
-async def text_only(kit: Kit) -> None:
-    async with kit.session(output_modalities=["text"]) as client:
-        await client.write(SHORT)
-        played = await client.respond()
-        in_order(played.came)
-        for kind in ("response.output_audio.delta", "response.output_audio_transcript.delta"):
-            if played.of(kind):
-                raise PointFailed(f"{kind} came", played.first(kind))
-        equal(played.first("response.content_part.added"), "part.type", "text")
-        equal(played.done, "response.output.0.content.0.type", "output_text")
-        field(played.first("response.output_text.done"), "text", str)
+@ASKING.in_session("clients with a voice of their own would pay for sound and get no text", output_modalities=["text"])
+async def text_only(client: RealtimeClient) -> None:
+    """With output_modalities ["text"] an answer is output_text alone."""
+    await client.write(SHORT)
+    played = await client.respond()
+    in_order(played.came)
+    for kind in ("response.output_audio.delta", "response.output_audio_transcript.delta"):
+        if played.of(kind):
+            raise PointFailed(f"{kind} came", played.first(kind))
+    equal(played.first("response.content_part.added"), "part.type", "text")
+    equal(played.done, "response.output.0.content.0.type", "output_text")
+    field(played.first("response.output_text.done"), "text", str)
 
 
-@ASKING.point(
-    "cancel",
-    "response.cancel ends the answer with the status cancelled, and none of its deltas comes after",
-    "a stopped answer goes on talking, or its client waits for its end",
-)
+@ASKING.point("a stopped answer goes on talking, or its client waits for its end")
 async def cancel(kit: Kit) -> None:
+    """response.cancel ends the answer with the status cancelled, and none of its deltas comes after."""
     async with kit.session() as client:
         await client.write(LONG)
         await client.send("response.create")
@@ -385,12 +323,9 @@ async def all_events(kit: Kit) -> list[Came]:
     return [one for client in kit.clients for one in client.came]
 
 
-@WIRE.point(
-    "event-ids",
-    "every event has an event_id of its own",
-    "strict clients drop an event without one, or the second of two",
-)
+@WIRE.point("strict clients drop an event without one, or the second of two")
 async def event_ids(kit: Kit) -> None:
+    """Every event has an event_id of its own."""
     await all_events(kit)
     for client in kit.clients:
         seen = set()
@@ -403,23 +338,17 @@ async def event_ids(kit: Kit) -> None:
             seen.add(name)
 
 
-@WIRE.point(
-    "message-size",
-    "no message has more than 1 MiB",
-    "clients with the usual limit close the connection",
-)
+@WIRE.point("clients with the usual limit close the connection")
 async def message_size(kit: Kit) -> None:
+    """No message has more than 1 MiB."""
     for one in await all_events(kit):
         if one.size > LARGEST:
             raise PointFailed(f"{one.event.get('type')} has {one.size:,} bytes", one.event)
 
 
-@WIRE.point(
-    "no-nulls",
-    "what an item, a part or a usage does not have is absent, not null (but for the transcript of input_audio)",
-    "strict clients drop the event without a word",
-)
+@WIRE.point("strict clients drop the event without a word")
 async def no_nulls(kit: Kit) -> None:
+    """What an item, a part or a usage does not have is absent, not null (but for the transcript of input_audio)."""
     for one in await all_events(kit):
         for path in nulls(one.event):
             raise PointFailed(f"{path} is null", one.event)
@@ -449,12 +378,9 @@ def _heard(event: ServerEvent, path: str) -> bool:
     return value.get("type") == "input_audio"
 
 
-@WIRE.point(
-    "types",
-    "every event validates against the types of the openai package",
-    "typed clients refuse the event, and some end the session",
-)
+@WIRE.point("typed clients refuse the event, and some end the session")
 async def types(kit: Kit) -> None:
+    """Every event validates against the types of the openai package."""
     try:
         known = event_types()
     except ImportError:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.realtime.answer_points import DELTAS, cancelled_by, in_order
 from tests.realtime.client import G711_RATE, RATE, SUBTYPES, Microphone, Played, RealtimeClient, g711, without_silence, written
-from tests.realtime.kit import LONG, SHORT, WORDS, Kit, say
+from tests.realtime.kit import SHORT, WORDS, Kit, begun, say
 from tests.realtime.points import NEEDS_SPEECH, PointFailed, PointSkipped, ServerEvent, Topic, equal, error_code, field
 
 ITEMS = Topic("items")
@@ -29,69 +29,50 @@ async def retrieved(client: RealtimeClient, item_id: str) -> ServerEvent:
     return found
 
 
-@ITEMS.point(
-    "item-ids",
-    "an item keeps the id that the client gave it; conversation.item.added and .done tell it",
-    "clients wait for their own id and give the item up after some seconds",
-)
-async def item_ids(kit: Kit) -> None:
-    async with kit.session() as client:
-        added = await created(client, {**written("One."), "id": "item_of_mine"})
-        equal(added, "item.id", "item_of_mine")
-        equal(added, "item.role", "user")
-        equal(added, "item.content.0.text", "One.")
+@ITEMS.in_session("clients wait for their own id and give the item up after some seconds")
+async def item_ids(client: RealtimeClient) -> None:
+    """An item keeps the id that the client gave it; conversation.item.added and .done tell it."""
+    added = await created(client, {**written("One."), "id": "item_of_mine"})
+    equal(added, "item.id", "item_of_mine")
+    equal(added, "item.role", "user")
+    equal(added, "item.content.0.text", "One.")
 
 
-@ITEMS.point(
-    "item-order",
-    "previous_item_id: absent for the end, `root` for the beginning, or the id that an item follows",
-    "histories that clients rebuild after a reconnect come out of order",
-)
-async def item_order(kit: Kit) -> None:
-    async with kit.session() as client:
-        for name, given, told in (
-            ("one", {}, None),
-            ("three", {}, "one"),
-            ("zero", {"previous_item_id": "root"}, None),
-            ("two", {"previous_item_id": "one"}, "one"),
-            ("four", {}, "three"),
-        ):
-            added = await created(client, {**written(name), "id": name}, **given)
-            if added.get("previous_item_id") != told:
-                raise PointFailed(f"previous_item_id of item {name!r} is not {told!r}", added)
+@ITEMS.in_session("histories that clients rebuild after a reconnect come out of order")
+async def item_order(client: RealtimeClient) -> None:
+    """previous_item_id: absent for the end, `root` for the beginning, or the id that an item follows."""
+    for name, given, told in (
+        ("one", {}, None),
+        ("three", {}, "one"),
+        ("zero", {"previous_item_id": "root"}, None),
+        ("two", {"previous_item_id": "one"}, "one"),
+        ("four", {}, "three"),
+    ):
+        added = await created(client, {**written(name), "id": name}, **given)
+        if added.get("previous_item_id") != told:
+            raise PointFailed(f"previous_item_id of item {name!r} is not {told!r}", added)
 
 
-@ITEMS.point(
-    "unknown-previous",
-    "an item that is to follow one that is not there gives an error",
-    "client and server disagree about the order from then on",
-)
-async def unknown_previous(kit: Kit) -> None:
-    async with kit.session() as client:
-        await client.send("conversation.item.create", item=written("One."), previous_item_id="item_of_nobody")
-        await client.expect("error", never=("conversation.item.added", "conversation.item.created"))
+@ITEMS.in_session("client and server disagree about the order from then on")
+async def unknown_previous(client: RealtimeClient) -> None:
+    """An item that is to follow one that is not there gives an error."""
+    await client.send("conversation.item.create", item=written("One."), previous_item_id="item_of_nobody")
+    await client.expect("error", never=("conversation.item.added", "conversation.item.created"))
 
 
-@ITEMS.point(
-    "retrieve",
-    "conversation.item.retrieve gives the item with its content",
-    "clients ask for items after transcripts and cuts, and wait for them",
-)
-async def retrieve(kit: Kit) -> None:
-    async with kit.session() as client:
-        await created(client, {**written("One."), "id": "item_of_mine"})
-        found = await retrieved(client, "item_of_mine")
-        equal(found, "item.type", "message")
-        equal(found, "item.content.0.type", "input_text")
-        equal(found, "item.content.0.text", "One.")
+@ITEMS.in_session("clients ask for items after transcripts and cuts, and wait for them")
+async def retrieve(client: RealtimeClient) -> None:
+    """conversation.item.retrieve gives the item with its content."""
+    await created(client, {**written("One."), "id": "item_of_mine"})
+    found = await retrieved(client, "item_of_mine")
+    equal(found, "item.type", "message")
+    equal(found, "item.content.0.type", "input_text")
+    equal(found, "item.content.0.text", "One.")
 
 
-@ITEMS.point(
-    "retrieve-spoken",
-    "a spoken item can be retrieved, and its content has the key transcript",
-    "strict clients throw on the missing key, and their connection dies",
-)
+@ITEMS.point("strict clients throw on the missing key, and their connection dies")
 async def retrieve_spoken(kit: Kit) -> None:
+    """A spoken item can be retrieved, and its content has the key transcript."""
     async with kit.session() as client:
         item_id = field(await say(client, kit.sound.tobytes()), "item.id", str)
         found = await retrieved(client, item_id)
@@ -99,12 +80,9 @@ async def retrieve_spoken(kit: Kit) -> None:
         field(found, "item.content.0.transcript")
 
 
-@ITEMS.point(
-    "sound-item",
-    "an item with the sound of a question is taken, and answered",
-    "clients that repeat their history after a reconnect lose what was spoken",
-)
+@ITEMS.point("clients that repeat their history after a reconnect lose what was spoken")
 async def sound_item(kit: Kit) -> None:
+    """An item with the sound of a question is taken, and answered."""
     async with kit.session() as client:
         part = {"type": "input_audio", "audio": base64.b64encode(kit.sound.tobytes()).decode()}
         added = await created(client, {"type": "message", "role": "user", "content": [part]})
@@ -113,58 +91,43 @@ async def sound_item(kit: Kit) -> None:
         await client.respond()
 
 
-@ITEMS.point(
-    "delete",
-    "a deleted item is gone: conversation.item.deleted tells it, and retrieving it fails",
-    "clients wait for the deletion, and deleted text still changes answers",
-)
-async def delete(kit: Kit) -> None:
-    async with kit.session() as client:
-        await created(client, {**written("One."), "id": "item_of_mine"})
-        await client.send("conversation.item.delete", item_id="item_of_mine")
-        equal(await client.expect("conversation.item.deleted"), "item_id", "item_of_mine")
-        await client.send("conversation.item.retrieve", item_id="item_of_mine")
-        await client.expect("error", never=("conversation.item.retrieved",))
+@ITEMS.in_session("clients wait for the deletion, and deleted text still changes answers")
+async def delete(client: RealtimeClient) -> None:
+    """A deleted item is gone: conversation.item.deleted tells it, and retrieving it fails."""
+    await created(client, {**written("One."), "id": "item_of_mine"})
+    await client.send("conversation.item.delete", item_id="item_of_mine")
+    equal(await client.expect("conversation.item.deleted"), "item_id", "item_of_mine")
+    await client.send("conversation.item.retrieve", item_id="item_of_mine")
+    await client.expect("error", never=("conversation.item.retrieved",))
 
 
-@ITEMS.point(
-    "delete-answer",
-    "an answer can be deleted, and the conversation goes on",
-    "clients delete an answer of which nothing was heard",
-)
-async def delete_answer(kit: Kit) -> None:
-    async with kit.session() as client:
-        await client.write(SHORT)
-        played = await client.respond()
-        await client.send("conversation.item.delete", item_id=played.item_id)
-        equal(await client.expect("conversation.item.deleted"), "item_id", played.item_id)
-        await client.write(SHORT)
-        await client.respond()
+@ITEMS.in_session("clients delete an answer of which nothing was heard")
+async def delete_answer(client: RealtimeClient) -> None:
+    """An answer can be deleted, and the conversation goes on."""
+    await client.write(SHORT)
+    played = await client.respond()
+    await client.send("conversation.item.delete", item_id=played.item_id)
+    equal(await client.expect("conversation.item.deleted"), "item_id", played.item_id)
+    await client.write(SHORT)
+    await client.respond()
 
 
-@ITEMS.point(
-    "history",
-    "assistants' and systems' items of a client are taken, and a question after them is answered",
-    "clients replay their history after a reconnect",
-)
-async def history(kit: Kit) -> None:
-    async with kit.session() as client:
-        await created(client, {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be brief."}]})
-        await created(client, written("What is one plus one?"))
-        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Two."}]}
-        added = await created(client, said)
-        equal(added, "item.content.0.type", "output_text")
-        equal(added, "item.content.0.text", "Two.")
-        await client.write(SHORT)
-        await client.respond()
+@ITEMS.in_session("clients replay their history after a reconnect")
+async def history(client: RealtimeClient) -> None:
+    """Assistants' and systems' items of a client are taken, and a question after them is answered."""
+    await created(client, {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be brief."}]})
+    await created(client, written("What is one plus one?"))
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Two."}]}
+    added = await created(client, said)
+    equal(added, "item.content.0.type", "output_text")
+    equal(added, "item.content.0.text", "Two.")
+    await client.write(SHORT)
+    await client.respond()
 
 
-@ITEMS.point(
-    "function-items",
-    "function_call and function_call_output items are taken and kept",
-    "clients that replay their history lose its calls, or the session",
-)
+@ITEMS.point("clients that replay their history lose its calls, or the session")
 async def function_items(kit: Kit) -> None:
+    """function_call and function_call_output items are taken and kept."""
     call = {"call_id": "call_1", "name": "tell_time", "arguments": '{"city": "Rome"}'}
     async with kit.session() as client:
         await created(client, {"type": "function_call", "id": "item_call", **call})
@@ -186,57 +149,43 @@ async def heard(client: RealtimeClient) -> tuple[Played, int]:
     return played, len(played.sound) * 1000 // (2 * RATE)
 
 
-@ITEMS.point(
-    "truncate",
-    "an answer is cut to what was heard, and its transcript as well",
-    "the model goes on as if its listener had heard all that it never played",
-)
-async def truncate(kit: Kit) -> None:
-    async with kit.session() as client:
-        played, length = await heard(client)
-        cut = {"item_id": played.item_id, "content_index": 0, "audio_end_ms": length // 5}
-        await client.send("conversation.item.truncate", **cut)
-        told = await client.expect("conversation.item.truncated")
-        for name, value in cut.items():
-            equal(told, name, value)
-        found = await retrieved(client, played.item_id)
-        whole = played.joined("response.output_audio_transcript.delta").strip()
-        if len(whole.split()) < 2:
-            raise PointSkipped("the answer has fewer than two words", played.done)
-        rest = " ".join(part.get("transcript") or "" for part in field(found, "item.content", list)).strip()
-        if rest == whole:
-            raise PointFailed("the transcript is still whole", found)
+@ITEMS.in_session("the model goes on as if its listener had heard all that it never played")
+async def truncate(client: RealtimeClient) -> None:
+    """An answer is cut to what was heard, and its transcript as well."""
+    played, length = await heard(client)
+    cut = {"item_id": played.item_id, "content_index": 0, "audio_end_ms": length // 5}
+    await client.send("conversation.item.truncate", **cut)
+    told = await client.expect("conversation.item.truncated")
+    for name, value in cut.items():
+        equal(told, name, value)
+    found = await retrieved(client, played.item_id)
+    whole = played.joined("response.output_audio_transcript.delta").strip()
+    if len(whole.split()) < 2:
+        raise PointSkipped("the answer has fewer than two words", played.done)
+    rest = " ".join(part.get("transcript") or "" for part in field(found, "item.content", list)).strip()
+    if rest == whole:
+        raise PointFailed("the transcript is still whole", found)
 
 
-@ITEMS.point(
-    "truncate-to-nothing",
-    "an answer can be cut to 0 ms",
-    "clients do so when nothing of it was played",
-)
-async def truncate_to_nothing(kit: Kit) -> None:
-    async with kit.session() as client:
-        played, _ = await heard(client)
-        await client.send("conversation.item.truncate", item_id=played.item_id, content_index=0, audio_end_ms=0)
-        equal(await client.expect("conversation.item.truncated"), "audio_end_ms", 0)
-        found = await retrieved(client, played.item_id)
-        if any(part.get("transcript") for part in field(found, "item.content", list)):
-            raise PointFailed("it still has a transcript", found)
+@ITEMS.in_session("clients do so when nothing of it was played")
+async def truncate_to_nothing(client: RealtimeClient) -> None:
+    """An answer can be cut to 0 ms."""
+    played, _ = await heard(client)
+    await client.send("conversation.item.truncate", item_id=played.item_id, content_index=0, audio_end_ms=0)
+    equal(await client.expect("conversation.item.truncated"), "audio_end_ms", 0)
+    found = await retrieved(client, played.item_id)
+    if any(part.get("transcript") for part in field(found, "item.content", list)):
+        raise PointFailed("it still has a transcript", found)
 
 
-@ITEMS.point(
-    "truncate-cancelled",
-    "a cancelled answer can be cut to any part of the sound that was sent",
-    "clients cut at every interruption, by what they have played of what they got",
-)
+@ITEMS.point("clients cut at every interruption, by what they have played of what they got")
 async def truncate_cancelled(kit: Kit) -> None:
+    """A cancelled answer can be cut to any part of the sound that was sent."""
     for share in (1.0, 0.5):
         async with kit.session() as client:
-            await client.write(LONG)
-            await client.send("response.create")
-            begun = await client.expect("response.created")
-            await client.expect("response.output_audio.delta", never=("response.done",))
+            created = await begun(client)
             await client.send("response.cancel")
-            played = await client.finished(begun)
+            played = await client.finished(created)
             length = int(share * len(played.sound) * 1000 / (2 * RATE))
             cut = {"item_id": played.item_id, "content_index": 0, "audio_end_ms": length}
             since = client.mark
@@ -245,17 +194,13 @@ async def truncate_cancelled(kit: Kit) -> None:
             await retrieved(client, played.item_id)
 
 
-@ITEMS.point(
-    "truncate-too-far",
-    "cutting an answer behind its end gives an error",
-    "a client whose clock runs ahead never learns of it",
-)
-async def truncate_too_far(kit: Kit) -> None:
-    async with kit.session() as client:
-        played, length = await heard(client)
-        cut = {"item_id": played.item_id, "content_index": 0, "audio_end_ms": length + 5000}
-        await client.send("conversation.item.truncate", **cut)
-        await client.expect("error", never=("conversation.item.truncated",))
+@ITEMS.in_session("a client whose clock runs ahead never learns of it")
+async def truncate_too_far(client: RealtimeClient) -> None:
+    """Cutting an answer behind its end gives an error."""
+    played, length = await heard(client)
+    cut = {"item_id": played.item_id, "content_index": 0, "audio_end_ms": length + 5000}
+    await client.send("conversation.item.truncate", **cut)
+    await client.expect("error", never=("conversation.item.truncated",))
 
 
 SOUND = Topic("sound")
@@ -264,38 +209,27 @@ TRANSCRIPTION = {"model": "gpt-4o-mini-transcribe"}
 WRITTEN_DOWN = "conversation.item.input_audio_transcription"
 
 
-@SOUND.point(
-    "clear",
-    "input_audio_buffer.clear empties the buffer, and is told as input_audio_buffer.cleared",
-    "sound that a client took back is answered",
-)
-async def clear(kit: Kit) -> None:
-    async with kit.session() as client:
-        await client.append(bytes(RATE))
-        await client.send("input_audio_buffer.clear")
-        await client.expect("input_audio_buffer.cleared")
-        await client.send("input_audio_buffer.commit")
-        error_code(await client.expect("error", never=("input_audio_buffer.committed",)), "input_audio_buffer_commit_empty")
+@SOUND.in_session("sound that a client took back is answered")
+async def clear(client: RealtimeClient) -> None:
+    """input_audio_buffer.clear empties the buffer, and is told as input_audio_buffer.cleared."""
+    await client.append(bytes(RATE))
+    await client.send("input_audio_buffer.clear")
+    await client.expect("input_audio_buffer.cleared")
+    await client.send("input_audio_buffer.commit")
+    error_code(await client.expect("error", never=("input_audio_buffer.committed",)), "input_audio_buffer_commit_empty")
 
 
-@SOUND.point(
-    "large-append",
-    "one append of more than a megabyte is taken (15 MiB are allowed)",
-    "clients that send a recording at once lose their connection",
-)
-async def large_append(kit: Kit) -> None:
-    async with kit.session() as client:
-        await client.append(bytes(30 * 2 * RATE))
-        await client.send("input_audio_buffer.clear")
-        await client.expect("input_audio_buffer.cleared")
+@SOUND.in_session("clients that send a recording at once lose their connection")
+async def large_append(client: RealtimeClient) -> None:
+    """One append of more than a megabyte is taken (15 MiB are allowed)."""
+    await client.append(bytes(30 * 2 * RATE))
+    await client.send("input_audio_buffer.clear")
+    await client.expect("input_audio_buffer.cleared")
 
 
-@SOUND.point(
-    "g711-out",
-    "an answer in audio/pcmu or audio/pcma has 8000 bytes a second",
-    "telephone bridges play noise",
-)
+@SOUND.point("telephone bridges play noise")
 async def g711_out(kit: Kit) -> None:
+    """An answer in audio/pcmu or audio/pcma has 8000 bytes a second."""
     plain = len((await kit.written()).answer.sound) / (2 * RATE)
     for form in SUBTYPES:
         async with kit.session(audio={"output": {"format": {"type": form}}}) as client:
@@ -313,12 +247,9 @@ async def g711_out(kit: Kit) -> None:
             await client.expect("conversation.item.truncated")
 
 
-@SOUND.point(
-    "g711-in",
-    "a question in audio/pcmu or audio/pcma is heard at 8000 bytes a second",
-    "telephone bridges are not understood",
-)
+@SOUND.point("telephone bridges are not understood")
 async def g711_in(kit: Kit) -> None:
+    """A question in audio/pcmu or audio/pcma is heard at 8000 bytes a second."""
     for form in SUBTYPES:
         audio = {"input": {"format": {"type": form}, "transcription": TRANSCRIPTION}}
         async with kit.session(audio=audio) as client:
@@ -345,12 +276,9 @@ async def written_down(kit: Kit, client: RealtimeClient) -> ServerEvent:
     return told
 
 
-@SOUND.point(
-    "transcript",
-    "a transcript of the question comes where it is asked for, and carries its usage",
-    "typed clients refuse it without usage, and their connection dies",
-)
+@SOUND.point("typed clients refuse it without usage, and their connection dies")
 async def transcript(kit: Kit) -> None:
+    """A transcript of the question comes where it is asked for, and carries its usage."""
     async with kit.session(audio={"input": {"transcription": TRANSCRIPTION}}) as client:
         told = await written_down(kit, client)
         if field(told, "usage.type") == "duration":
@@ -360,34 +288,25 @@ async def transcript(kit: Kit) -> None:
                 field(told, f"usage.{name}", int)
 
 
-@SOUND.point(
-    "transcript-kept",
-    "an item that was written down has its transcript when it is retrieved",
-    "clients ask for the item after its transcript, and show what they get",
-)
+@SOUND.point("clients ask for the item after its transcript, and show what they get")
 async def transcript_kept(kit: Kit) -> None:
+    """An item that was written down has its transcript when it is retrieved."""
     async with kit.session(audio={"input": {"transcription": TRANSCRIPTION}}) as client:
         told = await written_down(kit, client)
         equal(await retrieved(client, told["item_id"]), "item.content.0.transcript", told["transcript"])
 
 
-@SOUND.point(
-    "no-transcript",
-    "no transcript comes where none was asked for",
-    "clients show a line that nobody asked for",
-)
+@SOUND.point("clients show a line that nobody asked for")
 async def no_transcript(kit: Kit) -> None:
+    """No transcript comes where none was asked for."""
     for one in (await kit.spoken()).came:
         if str(one.event.get("type")).startswith(WRITTEN_DOWN):
             raise PointFailed("one came", one.event)
 
 
-@SOUND.point(
-    "transcription-session",
-    "a session of the type transcription writes down what it hears, and answers nothing",
-    "dictation gets answers instead of its text",
-)
+@SOUND.point("dictation gets answers instead of its text")
 async def transcription_session(kit: Kit) -> None:
+    """A session of the type transcription writes down what it hears, and answers nothing."""
     async with kit.connected("&intent=transcription") as client:
         await client.expect("session.created")
         heard = {"transcription": TRANSCRIPTION, "turn_detection": None}
@@ -422,26 +341,18 @@ async def heard_turn(client: RealtimeClient) -> ServerEvent:
     return added
 
 
-@TURNS.point(
-    "vad-turn",
-    "a spoken turn: speech_started, speech_stopped, committed, its item, all of one item_id, then the answer",
-    "clients show who speaks, and tie transcripts to turns, by these events",
-    speech=True,
-)
+@TURNS.point("clients show who speaks, and tie transcripts to turns, by these events", speech=True)
 async def vad_turn(kit: Kit) -> None:
+    """A spoken turn: speech_started, speech_stopped, committed, its item, all of one item_id, then the answer."""
     async with kit.session(SERVER_VAD) as client, Microphone(client) as microphone:
         microphone.say(kit.sound)
         await heard_turn(client)
         in_order((await client.answer()).came)
 
 
-@TURNS.point(
-    "semantic-turn",
-    "a turn that semantic_vad ends has the same events, and is answered",
-    "it is what agent frameworks ask for by default",
-    speech=True,
-)
+@TURNS.point("it is what agent frameworks ask for by default", speech=True)
 async def semantic_turn(kit: Kit) -> None:
+    """A turn that semantic_vad ends has the same events, and is answered."""
     detection = {"type": "semantic_vad", "eagerness": "high"}
     async with kit.session(detection) as client, Microphone(client) as microphone:
         microphone.say(kit.sound)
@@ -449,13 +360,9 @@ async def semantic_turn(kit: Kit) -> None:
         await client.answer()
 
 
-@TURNS.point(
-    "no-answer",
-    "with create_response false a turn is committed and not answered until the client asks",
-    "clients that look at a question first get two answers",
-    speech=True,
-)
+@TURNS.point("clients that look at a question first get two answers", speech=True)
 async def no_answer(kit: Kit) -> None:
+    """With create_response false a turn is committed and not answered until the client asks."""
     async with kit.session({**SERVER_VAD, "create_response": False}) as client, Microphone(client) as microphone:
         microphone.say(kit.sound)
         since = client.mark
@@ -464,22 +371,9 @@ async def no_answer(kit: Kit) -> None:
         await client.respond()
 
 
-async def begun(client: RealtimeClient) -> ServerEvent:
-    """`response.created` of a long answer whose sound has begun."""
-    await client.write(LONG)
-    await client.send("response.create")
-    created = await client.expect("response.created")
-    await client.expect("response.output_audio.delta", never=("response.done",))
-    return created
-
-
-@TURNS.point(
-    "interruption",
-    "speech ends the answer within a second: response.done is cancelled by turn_detected, and no delta comes after",
-    "the answer talks over its listener",
-    speech=True,
-)
+@TURNS.point("the answer talks over its listener", speech=True)
 async def interruption(kit: Kit) -> None:
+    """Speech ends the answer within a second: response.done is cancelled by turn_detected, and no delta comes after."""
     async with kit.session(SERVER_VAD) as client, Microphone(client) as microphone:
         created = await begun(client)
         microphone.say(without_silence(kit.sound))
@@ -502,13 +396,9 @@ async def interruption(kit: Kit) -> None:
         )
 
 
-@TURNS.point(
-    "after-interruption",
-    "the turn that interrupted is committed and answered",
-    "what a listener says into an answer is lost",
-    speech=True,
-)
+@TURNS.point("what a listener says into an answer is lost", speech=True)
 async def after_interruption(kit: Kit) -> None:
+    """The turn that interrupted is committed and answered."""
     async with kit.session(SERVER_VAD) as client, Microphone(client) as microphone:
         await begun(client)
         microphone.say(without_silence(kit.sound))
@@ -518,13 +408,9 @@ async def after_interruption(kit: Kit) -> None:
         await client.answer()
 
 
-@TURNS.point(
-    "no-interruption",
-    "with interrupt_response false the answer goes on under speech",
-    "clients that interrupt by themselves lose the answer at every noise",
-    speech=True,
-)
+@TURNS.point("clients that interrupt by themselves lose the answer at every noise", speech=True)
 async def no_interruption(kit: Kit) -> None:
+    """With interrupt_response false the answer goes on under speech."""
     detection = {**SERVER_VAD, "interrupt_response": False, "create_response": False}
     async with kit.session(detection) as client, Microphone(client) as microphone:
         created = await begun(client)

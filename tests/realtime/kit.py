@@ -14,10 +14,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 from websockets.typing import Subprotocol
 
-from omni.errors import in_one_line
+from omni.errors import UserError, in_one_line
 from tests.realtime.client import Came, Played, RealtimeClient, made_question
 from tests.realtime.points import NEEDS_SPEECH, Point, PointEnded, PointFailed, Result, ServerEvent, field
-from tests.realtime.tls import connection_error
 
 SHORT, WORDS, LONG = (
     "What is two plus three?",
@@ -63,6 +62,18 @@ class CheckedPoint:
     reason: str = ""
     event: ServerEvent | None = None
     seconds: float = 0.0
+
+
+def trusting(file: str) -> ssl.SSLContext:
+    """TLS that trusts a certificate, or those of its authority, besides the usual ones; UserError where there is none."""
+    context = ssl.create_default_context()
+    context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(file)
+    except OSError as error:  # ssl's errors are some
+        reason = getattr(error, "reason", None) or error.strerror or error
+        raise UserError(f"--certificate {file!r} cannot be read: {reason}; give a PEM file with a certificate") from error
+    return context
 
 
 class Kit:
@@ -120,7 +131,10 @@ class Kit:
                 close_timeout=1,
             )
         except (OSError, asyncio.TimeoutError, WebSocketException) as error:
-            raise PointFailed(f"no connection: {connection_error(error)}") from None
+            reason = str(error) or type(error).__name__
+            if isinstance(error, ssl.SSLCertVerificationError):
+                reason = f"its certificate is not trusted: {error.verify_message}; name it by --certificate FILE"
+            raise PointFailed(f"no connection: {reason}") from None
         client = RealtimeClient(socket, self.timeout)
         self.clients.append(client)
         try:
@@ -199,6 +213,15 @@ class Kit:
             result, reason = "fail", f"an event is built otherwise than any that is known ({in_one_line(error)})"
             event = self.clients[-1].last
         return CheckedPoint(point, result, reason, event, asyncio.get_running_loop().time() - start)
+
+
+async def begun(client: RealtimeClient) -> ServerEvent:
+    """`response.created` of a long answer whose sound has begun."""
+    await client.write(LONG)
+    await client.send("response.create")
+    created = await client.expect("response.created")
+    await client.expect("response.output_audio.delta", never=("response.done",))
+    return created
 
 
 async def say(client: RealtimeClient, sound: bytes) -> ServerEvent:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Literal
 
 ServerEvent = dict[str, Any]
 Result = Literal["pass", "fail", "skipped", "note"]
 Check = Callable[[Any], Awaitable[None]]
-"""Looks at a server, by way of a `Kit`."""
+"""Looks at a server, by way of a `Kit` or of a client of it."""
 
 NEEDS_SPEECH = "needs --sound FILE with speech"
 """Why a point is skipped where no recording was given."""
@@ -81,12 +82,26 @@ class Topic:
         self.name = name
         self.points: list[Point] = []
 
-    def point(self, name: str, title: str, why: str, speech: bool = False) -> Callable[[Check], Check]:
-        """Decorates the check of a point."""
+    def point(self, why: str, speech: bool = False) -> Callable[[Check], Check]:
+        """Decorates the check of a point, whose name is the function's and whose title is its docstring."""
 
         def add(check: Check) -> Check:
-            self.points.append(Point(name, self.name, title, why, speech, check))
+            title = " ".join((check.__doc__ or "").split()).rstrip(".")
+            self.points.append(Point(check.__name__.replace("_", "-"), self.name, title, why, speech, check))
             return check
+
+        return add
+
+    def in_session(self, why: str, **session: Any) -> Callable[[Check], Check]:
+        """Decorates the check of a point that looks at one client, of a session without turn detection."""
+
+        def add(check: Check) -> Check:
+            @wraps(check)
+            async def checked(kit: Any) -> None:
+                async with kit.session(**session) as client:
+                    await check(client)
+
+            return self.point(why)(checked)
 
         return add
 
