@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,10 @@ from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.encoder.whisper_config import WhisperConfig
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
+from omni.lora.attach import add_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import save_adapter, weights_of
+from omni.model.linears import base_checksum
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -44,6 +48,16 @@ def tiny_model(seed: int = 0) -> SpeechModel:
     return model
 
 
+def turn_model(voice: float, end: float) -> SpeechModel:
+    """A model of a streaming encoder, whose turn head gives these logits for every frame."""
+    config = replace(TINY, encoder=replace(TINY.encoder, mode="chunked", chunk_ms=160), turn=True)  # type: ignore[type-var]
+    torch.manual_seed(0)
+    model = SpeechModel(config).eval()
+    torch.nn.init.zeros_(model.turn_head.weight)
+    model.turn_head.bias.data[:] = torch.tensor([voice, end])
+    return model
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("models") / "tiny"
@@ -60,6 +74,17 @@ def write_question(path: Path, seconds: float = 0.6, seed: int = 0, rate: int = 
     noise = np.random.default_rng(seed).normal(0, 0.1, round(seconds * rate)).astype(np.float32)
     soundfile.write(path, noise, rate, subtype=subtype)
     return path
+
+
+def write_adapter(place: Path, seed: int) -> None:
+    """An adapter of the tiny model."""
+    model = tiny_model()
+    base = base_checksum(model, add_adapter(model, LoRAConfig(rank=2)))
+    torch.manual_seed(seed)
+    for name, p in model.named_parameters():
+        if name.endswith(".b"):
+            p.data.normal_(std=0.5)
+    save_adapter(place, weights_of(model, model.state_dict(), base=base))
 
 
 def in_file(folder: Path, **values: object) -> list[str]:

@@ -25,11 +25,7 @@ from omni.generate.runner import Runner
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.lora.attach import add_adapter
-from omni.lora.config import LoRAConfig
-from omni.lora.peft import save_adapter, weights_of
-from omni.model.linears import base_checksum
-from tests.infer.conftest import in_file, tiny_model, write_question
+from tests.infer.conftest import in_file, write_adapter, write_question
 
 FIGURES = re.compile(r"first audio \d+ ms, real-time factor \d+\.\d\d, \d+ underruns?\n")
 
@@ -62,14 +58,7 @@ def test_the_answer_is_that_of_the_python_door(name, run, lm, tmp_path):
 
 
 def test_an_adapter_answers_beside_the_model(run, lm, folder, tmp_path):
-    model = tiny_model()
-    chosen = add_adapter(model, LoRAConfig(rank=2))
-    base = base_checksum(model, chosen)
-    torch.manual_seed(1)
-    for name, p in model.named_parameters():
-        if name.endswith(".b"):
-            p.data.normal_(std=0.5)
-    save_adapter(tmp_path / "mine", weights_of(model, model.state_dict(), base=base))
+    write_adapter(tmp_path / "mine", 1)
     question = write_question(tmp_path / "q.wav")
     done = run("ask", "q.wav", "--out", "a.wav", "--max_seconds", "0.8", "--adapter", str(tmp_path / "mine"))
     adapted = SpeechLM.from_pretrained(folder)
@@ -155,7 +144,6 @@ MIXED = {
     "text first": (["--text", "what?", "--chat", "0.wav"], ["T1A2", "A1A2"]),
     "in turns": (["0.wav", "--text", "more", "1.wav", "--chat"], ["A1A2", "T1A2", "A1A2"]),
     "written answers": (["0.wav", "--text", "more", "--chat", "--task", "A1T2"], ["A1T2", "T1T2"]),
-    "files around the flag": (["0.wav", "--chat", "1.wav"], ["A1A2", "A1A2"]),
 }
 
 
@@ -232,15 +220,6 @@ def broken_off(error: BaseException, after: int):
     return ask
 
 
-def test_ctrl_c_leaves_the_part_that_was_heard(run, lm, tmp_path, monkeypatch):
-    monkeypatch.setattr(Session, "ask", broken_off(KeyboardInterrupt(), after=3))
-    done = run("ask", "--text", "hello", "--max_seconds", "2")
-    assert done.code == 130 and "Traceback" not in done.err
-    monkeypatch.undo()
-    whole = lm.generate("hello", "T1A2", max_seconds=2)
-    assert samples_of(tmp_path / "answer.wav") == pcm16(whole.audio[: 3 * 320])
-
-
 @pytest.mark.parametrize("way_out", [KeyboardInterrupt(), SystemExit(143)])
 def test_ctrl_c_under_json_says_what_was_delivered(way_out, run, lm, tmp_path, monkeypatch, capsysbinary):
     monkeypatch.setattr(Session, "ask", broken_off(way_out, after=3))
@@ -256,9 +235,10 @@ def test_ctrl_c_under_json_says_what_was_delivered(way_out, run, lm, tmp_path, m
     (line,) = out.decode().splitlines()
     turn = json.loads(line)
     assert (turn["ended"], turn["audio"], turn["seconds"], turn["question"]) == ("cancelled", "answer.wav", 0.12, "hello")
-    assert len(samples_of(tmp_path / "answer.wav")) == 2 * 3 * 320
     monkeypatch.undo()
-    assert turn["text"] and lm.generate("hello", "T1A2", max_seconds=2).text.startswith(turn["text"])
+    whole = lm.generate("hello", "T1A2", max_seconds=2)
+    assert samples_of(tmp_path / "answer.wav") == pcm16(whole.audio[: 3 * 320])
+    assert turn["text"] and whole.text.startswith(turn["text"])
 
 
 def test_ctrl_c_before_any_sound_names_no_file(run, tmp_path, monkeypatch):

@@ -17,13 +17,10 @@ import pytest
 import soundfile
 import torch
 
-from infer import audio
-from infer.audio import PipeReader
 from omni.audio.io import read_audio
 from omni.audio.wav import SampleForm, wav_form
 from omni.checkpoint.folder import save_folder
 from omni.generate.listening import FeatureStream
-from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.infer.conftest import TINY, tiny_model, write_question
 
@@ -109,8 +106,9 @@ def test_it_is_heard_before_it_ends(
     assert done.code == 0 and before == [8]  # all whole chunks of 1.3 s, while the pipe was open
 
 
+@pytest.mark.parametrize("listens", [True, False])
 def test_an_endless_stream_is_refused_as_soon_as_it_is_too_long(
-    run: Any, listening: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, listening: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
     class Endless(io.RawIOBase):
         taken = 0
@@ -122,8 +120,10 @@ def test_an_endless_stream_is_refused_as_soon_as_it_is_too_long(
 
     pipe = Endless()
     monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=pipe))
-    done = run("ask", "-", "--model", listening)
-    assert done.code == 2 and "-: the question lasts" in done.err and "at most 3 s are taken" in done.err, done.err
+    monkeypatch.setattr("infer.audio.MAX_SECONDS", 2.0 if not listens else 30.0)
+    done = run("ask", "-", "--model", listening if listens else folder)
+    assert done.code == 2 and ("at most 3 s are taken" if listens else "continues after 2 s") in done.err, done.err
+    assert listens or pipe.taken < 100_000
     pipe.close()
 
 
@@ -201,14 +201,3 @@ def test_headers() -> None:
         b"RIFF\0\0\0\0WAVEdata",
     ):
         assert wav_form(odd) is None
-
-
-def test_a_model_without_a_streaming_encoder_waits_for_the_end(
-    lm: SpeechLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PipeReader, "heard", lambda *_: pytest.fail("it listens"))
-    data = write_question(tmp_path / "q.wav").read_bytes()
-    pending = audio.Pending("-", (reader := PipeReader(io.BytesIO(data), 16_000)).take, pipe=reader)
-    with lm.session() as session:
-        found = pending.hear(session, None)  # type: ignore[arg-type]
-    assert isinstance(found, torch.Tensor) and len(found) == 9600

@@ -9,8 +9,7 @@ import typing
 
 import pytest
 
-from infer.__main__ import main
-from infer.cli import COMMANDS, parse
+from infer.cli import parse
 from infer.options import AskOptions, BenchOptions
 from omni.errors import UserError
 from tests.infer.conftest import ROOT
@@ -75,19 +74,6 @@ def test_questions_are_taken_in_their_order_wherever_they_stand(name, tmp_path, 
     options = parse(["ask", *line.split()])
     assert (options.files, options.text, options.order) == (files, texts, order)
     assert options.chat == ("--chat" in line) and options.seed == (3 if "--seed" in line else 0)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_every_option(command, capsys):
-    with pytest.raises(SystemExit) as done:
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    assert done.value.code == 0
-    for f in dataclasses.fields(COMMANDS[command]):
-        if f.name == "order":
-            assert "order" not in text
-            continue
-        assert f.name in text and ("rare" in f.metadata or f.metadata["help"].split()[0] in text)
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():

@@ -21,18 +21,22 @@ def pretend(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
 
 
-@pytest.fixture
-def half(folder: Path, tmp_path: Path) -> Path:
-    """The weights in fp16, in a folder of their own."""
-    shutil.copytree(folder, tmp_path / "half")
-    weights = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
-    save_file(weights, tmp_path / "half" / "model.safetensors")
-    return tmp_path / "half"
+def stored(folder: Path, place: Path, dtype: torch.dtype) -> Path:
+    """The model with its weights in a number format, in a folder of its own."""
+    shutil.copytree(folder, place)
+    save_file({n: t.to(dtype) for n, t in load_file(folder / "model.safetensors").items()}, place / "model.safetensors")
+    return place
+
+
+def test_a_small_model_stored_in_bf16_is_answered_in_fp32_on_a_cpu(folder: Path, tmp_path: Path) -> None:
+    bf16 = str(stored(folder, tmp_path / "bf16", torch.bfloat16))
+    assert serving_dtype(None, CPU, bf16) == torch.float32 and serving_dtype("auto", CPU, bf16) is None
 
 
 def test_fp32_is_answered_in_bf16_on_a_gpu_that_multiplies_it(
-    folder: Path, half: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    half = stored(folder, tmp_path / "half", torch.float16)
     assert (stored_dtype(folder), stored_dtype(half), stored_dtype(half / "nothing")) == (torch.float32, torch.float16, None)
     pretend(monkeypatch, native=True)
     assert serving_dtype(None, CUDA, str(folder)) == torch.bfloat16

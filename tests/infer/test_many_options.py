@@ -71,9 +71,3 @@ def test_a_line_is_answered_or_refused(number: int, run, tmp_path: Path) -> None
         assert last.startswith("error: ") and len(last) < 600, (words, last)
         assert ("--debug" in words) or done.err.count("\n") == 1, (words, done.err)
         assert not re.search(r"<class|object at 0x", last), last
-
-
-def test_the_lines_name_every_option() -> None:
-    lines = [line(number) for number in range(80)]
-    assert len({" ".join(words) for words in lines}) > 70
-    assert {word for words in lines for word in words} > {f"--{name}" for name in (*NUMBERS, *WORDS)} | set(FLAGS)

@@ -82,21 +82,6 @@ def test_a_device_is_refused_by_its_beginning(device, run, tmp_path):
     assert done.code == 2 and device in done.err and done.err.count("\n") == 1 and os.listdir(tmp_path) == []
 
 
-def test_standard_input_without_end_is_refused(run, monkeypatch):
-    class Endless(io.RawIOBase):
-        taken = 0
-
-        def read(self, size: int = -1) -> bytes:
-            self.taken += size
-            return b"\1\0" * (size // 2)
-
-    pipe = Endless()
-    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=pipe))
-    monkeypatch.setattr("infer.audio.MAX_SECONDS", 2.0)
-    done = run("ask", "-")
-    assert done.code == 2 and "continues after 2 s" in done.err and pipe.taken < 100_000
-
-
 @pytest.mark.parametrize(("error", "said"), [(MemoryError(), "MemoryError"), (ValueError("read of closed file"), "closed")])
 def test_standard_input_that_breaks_is_no_question_cut_short(error, said):
     class Breaking(io.RawIOBase):

@@ -12,7 +12,6 @@ import torch
 
 from omni.checkpoint.folder import load_folder
 from omni.cpu.int8 import is_int8
-from omni.generate.speech_lm import SpeechLM
 from omni.utils.hardware import find_device
 from tests.infer.conftest import write_question
 
@@ -94,12 +93,6 @@ def test_every_table_of_a_bench_is_for_the_format_asked_for(run, folder, tmp_pat
         assert len(tables) == 2 and all(said in table["title"] for table in tables)
     done = run("bench", "--dtype", "float64")
     assert done.code == 2 and "dtype 'float64' is unknown" in done.err
-
-
-def test_int8_is_read_by_a_plain_interface(run, model, tmp_path):
-    assert run("quantize", "model", "small").code == 0
-    lm = SpeechLM.from_pretrained(tmp_path / "small")
-    assert lm.model.decoder.text_embedding.weight.dtype == torch.int8
 
 
 def test_auto_is_the_cpu_for_int8(monkeypatch):

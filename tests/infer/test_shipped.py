@@ -13,17 +13,12 @@ import torch
 
 from infer.__main__ import main
 from infer.checks import read_adapters
-from infer.loading import serving_dtype
 from omni import pretrained
 from omni.checkpoint.folder import read_config, stored_dtype
 from omni.codec import codec2
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
-from omni.lora.attach import add_adapter
-from omni.lora.config import LoRAConfig
-from omni.lora.peft import save_adapter, weights_of
-from omni.model.linears import base_checksum
-from tests.infer.conftest import Done, tiny_model, write_question
+from tests.infer.conftest import Done, write_adapter, write_question
 
 DEMONSTRATION = Path("runs/nano/model")
 SHORT = ("--max_seconds", "0.3", "--json")
@@ -35,14 +30,7 @@ def ships(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     place = tmp_path / "package"
     nano = Path(shutil.copytree(folder, place / "nano"))
     for number, name in enumerate(("rms", "slt")):
-        model = tiny_model()
-        chosen = add_adapter(model, LoRAConfig(rank=2))
-        base = base_checksum(model, chosen)
-        torch.manual_seed(number)
-        for key, p in model.named_parameters():
-            if key.endswith(".b"):
-                p.data.normal_(std=0.5)
-        save_adapter(nano / "adapters" / name, weights_of(model, model.state_dict(), base=base))
+        write_adapter(nano / "adapters" / name, number)
     write_question(nano / "question.wav")
     monkeypatch.setattr(pretrained, "SHIPPED", place)
     (tmp_path / "here").mkdir()
@@ -150,15 +138,6 @@ def test_without_the_codec_it_answers_in_text_and_says_what_brings_the_sound(
         assert done.code == 2 and 'pip install "omni-speech[nano]"' in done.err and not done.out
     found = SpeechLM.from_pretrained("nano")
     assert found.codec is None and found.generate(ships / "question.wav", max_tokens=8).audio is None
-
-
-def test_a_small_model_stored_in_bf16_is_answered_in_fp32_on_a_cpu(folder: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    half = Path(shutil.copytree(folder, tmp_path / "half"))
-    save_file({n: t.bfloat16() for n, t in load_file(folder / "model.safetensors").items()}, half / "model.safetensors")
-    cpu = torch.device("cpu")
-    assert serving_dtype(None, cpu, str(half)) == torch.float32 and serving_dtype("auto", cpu, str(half)) is None
 
 
 @pytest.mark.skipif(pretrained.shipped("nano") is None, reason="this copy of the package has no weights")

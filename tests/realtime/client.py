@@ -264,9 +264,9 @@ class RealtimeClient:
         return f"({code}{f', {reason}' if reason else ''})"
 
 
-def written(text: str) -> ServerEvent:
-    """An item: a user's text."""
-    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+def written(text: str, role: str = "user", kind: str = "input_text") -> ServerEvent:
+    """An item: a text, a user's unless it says otherwise."""
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 
 
 def _event_of(message: str | bytes) -> ServerEvent:

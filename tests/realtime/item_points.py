@@ -115,10 +115,9 @@ async def delete_answer(client: RealtimeClient) -> None:
 @ITEMS.in_session("clients replay their history after a reconnect")
 async def history(client: RealtimeClient) -> None:
     """Assistants' and systems' items of a client are taken, and a question after them is answered."""
-    await created(client, {"type": "message", "role": "system", "content": [{"type": "input_text", "text": "Be brief."}]})
+    await created(client, written("Be brief.", "system"))
     await created(client, written("What is one plus one?"))
-    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Two."}]}
-    added = await created(client, said)
+    added = await created(client, written("Two.", "assistant", "output_text"))
     equal(added, "item.content.0.type", "output_text")
     equal(added, "item.content.0.text", "Two.")
     await client.write(SHORT)

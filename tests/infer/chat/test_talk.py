@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import Ended, Event, Timings
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
-from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn
 from omni.text import Tokenizer
 from tests.infer.chat.conftest import Talks
 from tests.infer.chat.fake_sound import RATE, FakeSound, Wait
-from tests.infer.conftest import TINY
+from tests.infer.conftest import turn_model
 
 SHORT = ("--max_seconds", "0.8")
 
@@ -297,12 +295,8 @@ def test_a_kept_question_has_the_same_answer_by_ask(talk: Talks, run: Any, tmp_p
 @pytest.fixture
 def judging(tmp_path: Path) -> Path:
     """A model whose turn head finds the end in every frame."""
-    config = replace(TINY, encoder=replace(TINY.encoder, mode="chunked", chunk_ms=160), turn=True)  # type: ignore[type-var]
-    torch.manual_seed(0)
-    model = SpeechModel(config)
-    torch.nn.init.zeros_(model.turn_head.weight)
-    model.turn_head.bias.data[1] = 9.0
-    save_folder(tmp_path / "judging", config, model.state_dict(), Tokenizer.bytes())
+    model = turn_model(9.0, 9.0)
+    save_folder(tmp_path / "judging", model.config, model.state_dict(), Tokenizer.bytes())
     return tmp_path / "judging"
 
 

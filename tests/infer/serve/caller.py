@@ -23,6 +23,7 @@ from infer.serve.app import create_app
 from infer.serve.host import EngineHost
 from infer.serve.server import Server
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
+from tests.realtime.client import written
 
 KEYS = ("the-first-key-of-all", "the-second-key-of-all")
 
@@ -148,8 +149,7 @@ class Caller:
 
     async def ask(self) -> int:
         """Have a written question answered; returns how many events came before."""
-        content = [{"type": "input_text", "text": "and then"}]
-        self.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+        self.send("conversation.item.create", item=written("and then"))
         return self.send("response.create")
 
     async def over(self) -> None:

@@ -23,6 +23,7 @@ from infer.serve.telemetry import Metrics
 from infer.turns.vad import VoiceActivity
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.caller import LocalEngine, calls
+from tests.realtime.client import written
 
 __all__ = ["calls"]
 
@@ -105,8 +106,7 @@ class Client:
     async def ask(self, text: str | None = None, **response: Any) -> dict[str, Any]:
         """Have a written question (or what is there) answered; returns `response.done`'s response."""
         if text is not None:
-            content = [{"type": "input_text", "text": text}]
-            await self.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
+            await self.send("conversation.item.create", item=written(text))
         since = len(self.events)
         await self.send("response.create", response=response)
         return (await self.until("response.done", since))["response"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 from infer.serve.host import EngineHost
@@ -21,7 +19,8 @@ from infer.serve.server import Server
 from infer.serve.settings import ServeSettings
 from tests.infer.serve.caller import Caller, no_session, session_of
 from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
-from tests.infer.serve.test_server import emptied, event, opened, serve
+from tests.infer.serve.test_server import answer, emptied, event, opened, serve
+from tests.realtime.client import written
 
 __all__ = ["serve"]
 
@@ -81,10 +80,6 @@ async def broken_off(client: Client) -> None:
     await client.send("input_audio_buffer.append", audio=pcm(noise(0.4)))
 
 
-def written(text: str) -> dict[str, Any]:
-    return {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
-
-
 def left(*kinds: type) -> list[Any]:
     return [one for one in gc.get_objects() if type(one) in kinds]
 
@@ -117,14 +112,7 @@ def test_a_closed_socket_leaves_no_session(serve: Any) -> None:
 
     async def body() -> None:
         async with opened(place) as ws:
-            for type, values in (
-                ("session.update", {"session": MANUAL}),
-                ("input_audio_buffer.append", {"audio": pcm(noise(0.5))}),
-                ("input_audio_buffer.commit", {}),
-                ("response.create", {}),
-            ):
-                await ws.send(json.dumps({"type": type, **values}))
-            await event(ws, "response.done")
+            await answer(ws)
             gone.append(weakref.ref(next(iter(server.sessions.values()))))
             await ws.send("no JSON")
             await event(ws, "error")
@@ -159,32 +147,3 @@ def test_a_call_that_has_ended_leaves_no_session(calls: Any) -> None:
         assert gone[0]() is None
 
     calls(body)
-
-
-@pytest.mark.long
-def test_memory_is_level_while_somebody_stays(serve: Any) -> None:
-    """Short sessions with spoken turns, beside one that is held open: what they leave is freed without the garbage collector's
-    being spared anything."""
-    place, server = serve(sessions=64, key_sessions=64, key_events=10**9)
-    process, sizes = psutil.Process(), []
-
-    async def one(seed: int) -> None:
-        async with opened(place) as ws:
-            await ws.send(json.dumps({"type": "session.update", "session": MANUAL}))
-            for turn in range(3):
-                sound = pcm(noise(1.5, 3 * seed + turn))
-                for type, values in (("append", {"audio": sound}), ("commit", {})):
-                    await ws.send(json.dumps({"type": f"input_audio_buffer.{type}", **values}))
-                await ws.send(json.dumps({"type": "response.create"}))
-                await event(ws, "response.done", 60)
-
-    async def body() -> None:
-        async with opened(place):
-            for first in range(0, 1000, 8):
-                await asyncio.gather(*(one(first + more) for more in range(8)))
-                sizes.append(process.memory_info().rss / 2**20)
-
-    asyncio.run(body())
-    assert emptied(server)
-    # The sounds of 800 are 172 MB. What is in use stays at 197 to 216 MB (mallinfo2), the heap's fragments grow by 9 to 14
-    assert max(sizes[100:]) - max(sizes[20:30]) < 24, [round(size) for size in sizes]

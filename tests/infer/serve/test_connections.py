@@ -15,13 +15,11 @@ import pytest
 
 from infer.serve import connections
 from infer.serve.bounds import Quota, SessionBounds
-from infer.serve.host import EngineHost
 from infer.serve.keys import Keys
 from infer.serve.realtime.webrtc import CONNECTING
 from infer.serve.settings import ServerLimits, ServeSettings
-from infer.serve.telemetry import LOG
-from tests.infer.serve.caller import Caller, LocalEngine
-from tests.infer.serve.test_server import closed, event, opened, serve
+from tests.infer.serve.caller import Caller
+from tests.infer.serve.test_server import closed, event, opened, send, serve
 
 __all__ = ["serve"]
 
@@ -98,17 +96,17 @@ def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve
     async def body() -> None:
         async with opened(place) as other, opened(place) as flooding:
             for _ in range(60):
-                await flooding.send(json.dumps({"type": "input_audio_buffer.clear"}))
+                await send(flooding, "input_audio_buffer.clear")
             events, code = await closed(flooding)
             assert events[-1]["error"]["code"] == "rate_limit_exceeded" and code == 1008
             async with opened(place) as more:
                 for _ in range(35):
-                    await more.send(json.dumps({"type": "input_audio_buffer.clear"}))
+                    await send(more, "input_audio_buffer.clear")
                     await event(more, "input_audio_buffer.cleared")
             async with opened(place) as new:
                 events, code = await closed(new)
                 assert events[0]["error"]["code"] == "rate_limit_exceeded" and code == 1013
-            await other.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await send(other, "input_audio_buffer.clear")
             await event(other, "input_audio_buffer.cleared")
 
     asyncio.run(body())
@@ -137,7 +135,7 @@ def test_frames_without_messages_end_their_own_socket(serve: Any, begin: bytes, 
             sock.sendall(begin + repeated * 3000)
             came = await asyncio.to_thread(rest_of, sock)
             assert b"rate_limit_exceeded" in came and (1008).to_bytes(2, "big") + b"more than" in came
-            await other.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await send(other, "input_audio_buffer.clear")
             await event(other, "input_audio_buffer.cleared")
             assert len(server.sessions) == 1
 
@@ -151,32 +149,6 @@ def test_messages_are_read_as_fast_as_they_are_handled_and_none_is_lost(serve: A
         came = b""
         while came.count(b"input_audio_buffer.cleared") < 1500:
             came += sock.recv(65536)
-
-
-def test_pings_of_who_does_not_read_are_not_answered(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    handle = connections.SocketConnection.handle_ping
-
-    def counted(one: Any) -> None:
-        made.append(one)
-        if len(made) == 2:
-            one.pause_writing()
-        handle(one)
-
-    monkeypatch.setattr(connections.SocketConnection, "handle_ping", counted)
-    place, _ = serve()
-    with upgraded(place) as sock:
-        sock.sendall(frame(PING, b"first"))
-        sock.recv(4096)
-        sock.sendall(frame(PING, b"unheard") * 3)
-        while len(made) < 4:
-            time.sleep(0.01)
-        made[0].resume_writing()
-        sock.sendall(frame(PING, b"heard"))
-        came = b""
-        while b"\x8a\x05heard" not in came:
-            came += sock.recv(4096)
-        assert b"unheard" not in came
 
 
 # --- connections without a request ------------------------------------------------------------------------------------
@@ -195,23 +167,6 @@ def test_a_head_that_does_not_come_ends_its_connection(serve: Any, sent: bytes, 
         assert rest_of(sock).startswith(b"HTTP/1.1 200")
     while server.idle:
         time.sleep(0.01)
-
-
-@pytest.mark.long
-def test_idle_connections_make_room_for_others(serve: Any) -> None:
-    place, server = serve(connections=60)
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            idle = [dial(place) for _ in range(100)]
-            assert (await asyncio.to_thread(httpx.get, f"http://{place}/health")).status_code == 200
-            await ws.send(json.dumps({"type": "input_audio_buffer.clear"}))
-            await event(ws, "input_audio_buffer.cleared")
-            assert rest_of(idle[0]) == b"" and len(server.idle) <= 60
-            for sock in idle:
-                sock.close()
-
-    asyncio.run(body())
 
 
 def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
@@ -249,8 +204,8 @@ def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monk
             answer = await ws.recv()
             monkeypatch.undo()
             assert json.loads(answer)["error"]["code"] == "too_large"
-            await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": "AAAA" * 500_000}))
-            await ws.send(json.dumps({"type": "input_audio_buffer.clear"}))
+            await send(ws, "input_audio_buffer.append", audio="AAAA" * 500_000)
+            await send(ws, "input_audio_buffer.clear")
             await event(ws, "input_audio_buffer.cleared")
 
     asyncio.run(body())
@@ -258,35 +213,7 @@ def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monk
     assert found.status_code == 413 and found.json()["error"]["code"] == "too_large"
 
 
-# --- the engine's restart, the server's end, keys and origins ---------------------------------------------------------
-
-
-@pytest.mark.long
-def test_while_the_engine_restarts_clients_are_told_to_come_again(serve: Any, lm: Any, monkeypatch: Any) -> None:
-    failures: list[str] = []
-    monkeypatch.setattr(LOG, "exception", failures.append)
-    made: list[LocalEngine] = []
-
-    def start() -> LocalEngine:
-        if made:
-            time.sleep(1.5)
-        made.append(LocalEngine(lm))
-        return made[-1]
-
-    engine = EngineHost(start)
-    engine.open()
-    place, _ = serve(engine=engine)
-    made[0].alive = False
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            events, code = await closed(ws)
-            assert events[0]["error"]["code"] == "engine_lost" and code == 1013
-
-    asyncio.run(body())
-    found = httpx.get(f"http://{place}/page/config.json")
-    assert found.status_code == 503 and found.json()["error"]["code"] == "engine_lost"
-    assert not failures
+# --- the server's end -------------------------------------------------------------------------------------------------
 
 
 def test_the_servers_end_asks_clients_to_connect_again(serve: Any) -> None:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from infer.pcm import decode, encode
 from infer.serve.realtime.dialogue import turns_of
 from tests.infer.serve.conftest import Client, deltas, noise, pcm, sound_of
+from tests.realtime.client import written
 
 READER: Any = TypeAdapter(RealtimeServerEvent)
 
@@ -225,10 +226,6 @@ def test_a_response_without_a_question_answers_the_instructions(talk: Any, lm: A
         check_known(client.events)
 
     talk(body)
-
-
-def written(text: str, role: str = "user") -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
 @pytest.mark.long

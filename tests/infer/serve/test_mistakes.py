@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +18,15 @@ from omni.generate.question import longest
 from omni.generate.results import Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.caller import LocalEngine
-from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
+from tests.infer.serve.conftest import MANUAL, Client, noise, pcm, with_client
 from tests.infer.serve.test_events import check_known
+from tests.realtime.client import written
 
 GOOD = ("completed", "incomplete")
 
 
 def spoken(audio: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": audio}]}
-
-
-def written(text: str, role: str = "user", kind: str = "input_text") -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 
 
 # --- questions that no answer can have --------------------------------------------------------------------------------
@@ -130,21 +126,6 @@ def test_what_got_in_all_the_same_is_left_out_of_later_questions(talk: Any, lm: 
 # --- whose mistake it is ----------------------------------------------------------------------------------------------
 
 
-def of(lm: SpeechLM, settings: ServeSettings, body: Any, **answering: Any) -> None:
-    """Run a body with a client of a server whose answers have other settings."""
-
-    async def whole() -> None:
-        host = EngineHost(lambda: LocalEngine(lm))
-        host.open()
-        client = Client(host, replace(settings, answering=replace(settings.answering, **answering)), MANUAL)
-        try:
-            await asyncio.wait_for(body(client), 60)
-        finally:
-            await client.session.close()
-
-    asyncio.run(whole())
-
-
 def test_what_does_not_fit_into_the_context_is_the_clients_mistake(lm: SpeechLM, settings: ServeSettings) -> None:
     async def body(client: Client) -> None:
         error = (await client.ask("who? " * 100))["status_details"]["error"]
@@ -159,43 +140,38 @@ def test_what_does_not_fit_into_the_context_is_the_clients_mistake(lm: SpeechLM,
         assert (await client.ask())["status"] in GOOD  # the same question
         check_known(client.events)
 
-    of(lm, settings, body, context=200, use_instructions=True)
+    host = EngineHost(lambda: LocalEngine(lm))
+    host.open()
+    answering = replace(settings.answering, context=200, use_instructions=True)
+    with_client(body, host, replace(settings, answering=answering), MANUAL)
+
+
+LOST = "the engine's process 32168 was ended by SIGKILL; start another one"
+
+
+async def broken(*_: Any) -> None:
+    raise KeyError("secret")
+
+
+async def lost(*_: Any) -> None:
+    raise EngineLost(LOST)
+
+
+async def lost_midway(response: Response, *_: Any) -> Ended:
+    response._dialogue.engine = SimpleNamespace(alive=False)
+    return Ended("error", Timings(), LOST)
 
 
 @pytest.mark.parametrize(
-    ("raised", "kind", "code", "told"),
-    [
-        (
-            EngineLost("the engine's process 32168 was ended by SIGKILL; start another one"),
-            "server_error",
-            "engine_lost",
-            "again",
-        ),
-        (KeyError("secret"), "server_error", "server_error", "KeyError"),
-    ],
+    ("answer", "code", "told"),
+    [(broken, "server_error", "KeyError"), (lost, "engine_lost", "again"), (lost_midway, "engine_lost", "")],
 )
-def test_what_is_the_servers_fault(talk: Any, monkeypatch: Any, raised: Exception, kind: str, code: str, told: str) -> None:
+def test_what_is_the_servers_fault(talk: Any, monkeypatch: Any, answer: Any, code: str, told: str) -> None:
     async def body(client: Client) -> None:
-        async def broken(*_: Any) -> None:
-            raise raised
-
-        monkeypatch.setattr(client.session.responses.dialogue, "ask", broken)
+        monkeypatch.setattr(Response, "_answer", answer)
         error = (await client.ask("who?"))["status_details"]["error"]
-        assert (error["type"], error["code"]) == (kind, code) and told in error["message"]
+        assert (error["type"], error["code"]) == ("server_error", code) and told in error["message"]
         assert not any(word in error["message"] for word in ("32168", "SIGKILL", "another one", "secret"))
-
-    talk(body)
-
-
-def test_an_engine_that_is_lost_in_an_answer_is_told_without_its_process(talk: Any, monkeypatch: Any) -> None:
-    async def body(client: Client) -> None:
-        async def ended(*_: Any) -> Ended:
-            client.session.responses.dialogue.engine = SimpleNamespace(alive=False)
-            return Ended("error", Timings(), "the engine's process 32168 was ended by SIGKILL; start another one")
-
-        monkeypatch.setattr(Response, "_answer", ended)
-        error = (await client.ask("who?"))["status_details"]["error"]
-        assert (error["type"], error["code"]) == ("server_error", "engine_lost") and "32168" not in error["message"]
 
     talk(body)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,22 @@ import pytest
 from infer.serve.host import EngineHost
 from infer.serve.realtime import hearing
 from infer.serve.realtime.hearing import PARTIAL, Transcripts
-from omni.generate.speech_lm import SpeechLM
-from tests.infer.serve.caller import LocalEngine
-from tests.infer.serve.conftest import Client, noise, pcm, with_client
-from tests.infer.serve.test_turn_sound import append, chunked  # noqa: F401
+from tests.infer.serve.conftest import Client, noise, pcm
+from tests.infer.serve.test_turn_sound import append, chunked, run
 from tests.infer.serve.test_turns import at24, say
 
+__all__ = ["chunked", "run"]
+
 Run = Callable[..., Any]
+
+
+def session(wanted: bool = True, detection: Any = None) -> dict[str, Any]:
+    """A session that asks for what is understood, or does not."""
+    return {
+        "type": "realtime",
+        "audio": {"input": {"turn_detection": detection}},
+        "omni": {"partial_transcripts": wanted},
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -27,24 +36,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """An untrained model writes without end."""
     monkeypatch.setattr(hearing, "TRANSCRIPT_TOKENS", 6)
     monkeypatch.setattr(hearing, "EVERY", 0.05)
-
-
-@pytest.fixture
-def run(chunked: SpeechLM, settings: Any) -> Iterator[Run]:  # noqa: F811
-    host = EngineHost(lambda: LocalEngine(chunked))
-    host.open()
-
-    def run(body: Any, wanted: bool = True, detection: Any = None, **given: Any) -> Any:
-        session = {
-            "type": "realtime",
-            "audio": {"input": {"turn_detection": detection}},
-            "omni": {"partial_transcripts": wanted},
-            **given,
-        }
-        return with_client(body, host, settings, session)
-
-    yield run
-    assert host.stats().sessions == 0
 
 
 async def speak(client: Client, seconds: float = 1.5, seed: int = 0) -> None:
@@ -87,7 +78,7 @@ def test_they_are_told_for_the_item_that_is_committed(run: Run, heard: bool, mon
         texts = [event["transcript"] for event in told(client)]
         assert all(texts) and all(event["content_index"] == 0 for event in told(client))
 
-    run(body)
+    run(body, session())
 
 
 @pytest.mark.long
@@ -99,29 +90,22 @@ def test_they_are_told_for_the_item_that_was_announced(run: Run) -> None:
         assert told(client) and {event["item_id"] for event in told(client)} == {started["item_id"]}
         assert client.types.index(PARTIAL) < client.types.index("input_audio_buffer.committed")
 
-    run(body, detection={"type": "server_vad", "interrupt_response": False})
+    run(body, session(detection={"type": "server_vad", "interrupt_response": False}))
 
 
-def test_nobody_gets_them_who_has_not_asked(run: Run) -> None:
-    async def body(client: Client) -> None:
-        await speak(client)
-        await client.send("input_audio_buffer.commit")
-        await client.ask()
-        assert not told(client) and client.session.transcripts._session is None
-
-    run(body, wanted=False)
-
-
-def test_a_busy_engine_understands_nothing_in_between(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineHost, "spare", lambda self: False)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_nobody_gets_them_who_has_not_asked_nor_of_a_busy_engine(
+    run: Run, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineHost, "spare", lambda self: not wanted)
 
     async def body(client: Client) -> None:
         await speak(client)
         await client.send("input_audio_buffer.commit")
         await client.ask()
-        assert not told(client)
+        assert not told(client) and (wanted or client.session.transcripts._session is None)
 
-    run(body)
+    run(body, session(wanted))
 
 
 def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +131,7 @@ def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch
         assert left and left[0] - start < 0.5 and time.monotonic() - start < 10
         assert not told(client)
 
-    run(body)
+    run(body, session())
 
 
 def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
@@ -159,7 +143,7 @@ def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
         await speak_until_understood(client, 1)
         assert {event["item_id"] for event in told(client)[count:]}.isdisjoint({first})
 
-    run(body)
+    run(body, session())
 
 
 def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,4 +164,4 @@ def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, 
                 break
         assert asked[:2] == ["", ""] and not told(client)
 
-    run(body)
+    run(body, session())

@@ -15,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.infer.serve.conftest import MANUAL, noise, pcm
 from tests.infer.serve.test_proxy import ROOT, answers, free_port
-from tests.infer.serve.test_server import closed, event, opened
+from tests.infer.serve.test_server import answer, ask, closed, event, opened, send
 
 pytestmark = pytest.mark.long
 
@@ -34,19 +33,6 @@ def running(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process.wait(60)
 
 
-async def begin(ws: Any, seed: int, **session: Any) -> None:
-    await ws.send(json.dumps({"type": "session.update", "session": {**MANUAL, **session}}))
-    await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": pcm(noise(0.4, seed))}))
-    await ws.send(json.dumps({"type": "input_audio_buffer.commit"}))
-    await ws.send(json.dumps({"type": "response.create"}))
-
-
-async def answer(ws: Any, seed: int) -> dict[str, Any]:
-    await begin(ws, seed)
-    done: dict[str, Any] = (await event(ws, "response.done"))["response"]
-    return done
-
-
 def test_a_killed_engine_is_told_started_again_and_the_conversation_goes_on(running: Any) -> None:
     place, process = running
 
@@ -57,7 +43,7 @@ def test_a_killed_engine_is_told_started_again_and_the_conversation_goes_on(runn
                 (engine,) = (
                     child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())
                 )
-                await begin(ws, 3)
+                await ask(ws, 3)
                 await event(ws, "response.output_audio.delta")
                 engine.kill()
                 seen: dict[str, Any] = {}
@@ -68,8 +54,8 @@ def test_a_killed_engine_is_told_started_again_and_the_conversation_goes_on(runn
                 failed = seen["response.done"]["response"]
                 assert failed["status"] == "failed"
                 answers(f"http://{place}/ready", seconds=60)
-                await ws.send(json.dumps({"type": "conversation.item.delete", "item_id": failed["output"][0]["id"]}))
-                await ws.send(json.dumps({"type": "response.create"}))
+                await send(ws, "conversation.item.delete", item_id=failed["output"][0]["id"])
+                await send(ws, "response.create")
                 done = (await event(ws, "response.done"))["response"]
             else:
                 done = await answer(ws, 3)
@@ -83,7 +69,7 @@ def test_sigterm_lets_answers_end_and_refuses_new_sessions(running: Any) -> None
 
     async def body() -> None:
         async with opened(place) as ws:
-            await begin(ws, 1)
+            await ask(ws, 1)
             await event(ws, "response.output_audio.delta")
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
@@ -108,7 +94,7 @@ def test_two_signals_end_it_at_once_and_its_engine_with_it(running: Any) -> None
 
     async def body() -> None:
         async with opened(place) as ws:
-            await begin(ws, 1)
+            await ask(ws, 1)
             await event(ws, "response.output_audio.delta")
             process.send_signal(signal.SIGINT)
             answers(f"http://{place}/ready", 503, 5)

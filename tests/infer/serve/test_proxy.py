@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -20,8 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.infer.serve.conftest import MANUAL, noise, pcm
-from tests.infer.serve.test_server import KEY, closed, event, opened
+from tests.infer.serve.test_server import KEY, answer, closed, opened
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,21 +56,9 @@ def behind(folder: Path, tmp_path: Path) -> Iterator[tuple[str, dict[int, subpro
     for given in (8001, 8002):
         port = free_port()
         text = text.replace(f"127.0.0.1:{given}", f"127.0.0.1:{port}")
-        words = [
-            "-m",
-            "infer",
-            "serve",
-            str(folder),
-            "--port",
-            str(port),
-            "--sessions",
-            "2",
-            "--key_file",
-            str(tmp_path / "keys"),
-        ]
-        servers[port] = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+        words = f"-m infer serve {folder} --port {port} --sessions 2 --key_file {tmp_path / 'keys'}".split()
+        quiet: Any = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        servers[port] = subprocess.Popen([sys.executable, *words], cwd=ROOT, **quiet)
     (tmp_path / "haproxy.cfg").write_text(text)
     for port in servers:
         answers(f"http://127.0.0.1:{port}/ready")
@@ -90,11 +76,7 @@ def behind(folder: Path, tmp_path: Path) -> Iterator[tuple[str, dict[int, subpro
 
 
 async def talks(ws: Any) -> bool:
-    await ws.send(json.dumps({"type": "session.update", "session": {**MANUAL, "output_modalities": ["text"]}}))
-    await ws.send(json.dumps({"type": "input_audio_buffer.append", "audio": pcm(noise(0.3))}))
-    await ws.send(json.dumps({"type": "input_audio_buffer.commit"}))
-    await ws.send(json.dumps({"type": "response.create"}))
-    return (await event(ws, "response.done"))["response"]["status"] in ("completed", "incomplete")
+    return (await answer(ws, output_modalities=["text"]))["status"] in ("completed", "incomplete")
 
 
 def sessions_of(port: int) -> int:

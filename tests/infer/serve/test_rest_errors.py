@@ -103,15 +103,21 @@ def test_a_fault_of_the_server_is_told_without_a_traceback(
     assert error["type"] == "server_error" and "KeyError" in error["message"] and "nothing" not in error["message"]
 
 
-def test_an_answer_that_breaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Job, *args: Any, **options: Any) -> Any:
+def breaking(monkeypatch: pytest.MonkeyPatch, first: Any) -> None:
+    """Every answer breaks after its first event."""
+
+    async def ask(self: Job, *args: Any, **options: Any) -> Any:
         async def events() -> Any:
-            yield TextDelta("so ")
+            yield first
             yield Ended("error", Timings(), "the logits are not finite")
 
         return events()
 
-    monkeypatch.setattr(Job, "ask", broken)
+    monkeypatch.setattr(Job, "ask", ask)
+
+
+def test_an_answer_that_breaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking(monkeypatch, TextDelta("so "))
     assert error_of(post(app, CHAT, QUESTION), 500)["message"] == "the logits are not finite"
 
     async def body(client: openai.AsyncOpenAI) -> list[str]:
@@ -128,28 +134,15 @@ def test_an_answer_that_breaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_sound_that_breaks_ends_without_an_end(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def broken(self: Job, *args: Any, **options: Any) -> Any:
-        async def events() -> Any:
-            yield AudioChunk(torch.zeros(800))
-            yield Ended("error", Timings(), "the logits are not finite")
-
-        return events()
-
-    monkeypatch.setattr(Job, "ask", broken)
+    breaking(monkeypatch, AudioChunk(torch.zeros(800)))
     sent, error = connect(app, "/v1/audio/speech", {"input": "hello", "response_format": "pcm"}, chunks=99)
     assert isinstance(error, ProtocolError) and [one.get("more_body") for one in sent] == [None, True]
 
 
-@pytest.mark.parametrize(
-    "given", [b"", b"\xff\xfe", b"[]", b'"text"', b"[" * 40_000, b'{"messages": 1e4000}'], ids=lambda given: repr(given[:9])
-)
-def test_bodies_that_are_no_request(app: FastAPI, given: bytes) -> None:
-    for path in (CHAT, "/v1/audio/speech", "/v1/realtime/client_secrets"):
-        if path == CHAT or b"messages" not in given:
-            assert error_of(post(app, path, given), 400)["type"] == "invalid_request_error"
-
-
 BROKEN = {
+    b"\xff\xfe": None,
+    b"[]": None,
+    b'"text"': None,
     b"": "it is empty",
     b'{"messages": }': "Expecting value at line 1, column 14",
     b'{"a": "\xff"}': "it is not UTF-8 at byte 7",
@@ -159,9 +152,16 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("given", BROKEN, ids=lambda given: repr(given[:9]))
-def test_a_body_that_is_no_json_is_told_with_its_place(app: FastAPI, given: bytes) -> None:
-    error = error_of(post(app, CHAT, given), 400)
-    assert error["message"] == f"the body is no JSON: {BROKEN[given]}" and error["code"] == "invalid_json"
+def test_a_body_that_is_no_request_is_told_with_its_place(app: FastAPI, given: bytes) -> None:
+    for path in (CHAT, "/v1/audio/speech", "/v1/realtime/client_secrets"):
+        error = error_of(post(app, path, given), 400)
+        assert error["type"] == "invalid_request_error"
+        if (told := BROKEN[given]) is not None:
+            assert error["message"] == f"the body is no JSON: {told}" and error["code"] == "invalid_json"
+
+
+def test_a_number_without_end_is_no_list_of_messages(app: FastAPI) -> None:
+    assert error_of(post(app, CHAT, b'{"messages": 1e4000}'), 400)["type"] == "invalid_request_error"
 
 
 # --- client secrets ---------------------------------------------------------------------------------------------------

@@ -141,16 +141,19 @@ def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettin
         assert error_of(refused, 429)["code"] == "rate_limit_exceeded" and int(refused.headers["retry-after"]) > 0
         second = asyncio.create_task(one(KEYS[1]))
         await asyncio.sleep(0.05)
+        ready = await client._client.get("http://localhost/ready")
+        assert ready.status_code == 503 and ready.json()["reasons"] == ["full of requests"]
         refused = await one(KEYS[1])
         assert error_of(refused, 503)["code"] == "server_overloaded" and int(refused.headers["retry-after"]) > 0
         gate.set()
         assert [(await task).status_code for task in (first, second)] == [200, 200]
         assert (await one(KEYS[0])).status_code == 200
+        assert (await client._client.get("http://localhost/ready")).status_code == 200
 
     use(small, body)
 
 
-def test_a_server_that_ends_waits_for_the_answers_under_way(
+def test_a_server_that_ends_waits_for_the_answers_under_way_and_takes_nothing_new(
     host: EngineHost, settings: ServeSettings, gate: asyncio.Event
 ) -> None:
     app = create_app(host, settings)
@@ -163,18 +166,13 @@ def test_a_server_that_ends_waits_for_the_answers_under_way(
         ended = asyncio.create_task(drain(server, asyncio.Event(), 20))
         await asyncio.sleep(0.3)
         assert server.draining and not ended.done()
+        refused = await client._client.post(f"http://localhost{CHAT}", json=QUESTION)
+        assert error_of(refused, 503)["code"] == "server_shutting_down" and "retry-after" in refused.headers
         gate.set()
         assert (await asked).status_code == 200
         await asyncio.wait_for(ended, 2)
 
     use(app, body)
-
-
-def test_a_server_that_ends_takes_nothing_new(host: EngineHost, settings: ServeSettings) -> None:
-    ending = create_app(host, settings)
-    ending.state.server.draining = True
-    response = post(ending, CHAT, QUESTION)
-    assert error_of(response, 503)["code"] == "server_shutting_down" and "retry-after" in response.headers
 
 
 def test_a_body_that_is_too_large_is_refused_while_it_comes(host: EngineHost, settings: ServeSettings) -> None:
@@ -214,22 +212,6 @@ def test_bodies_that_do_not_come_take_no_place(
         for task in held:
             assert "nothing of the body came for 0.5 s" in error_of(await task, 408)["message"]
         assert (await one(KEYS[0], json=QUESTION)).status_code == 200
-
-    use(small, body)
-
-
-def test_a_server_full_of_requests_is_not_ready(host: EngineHost, settings: ServeSettings, gate: asyncio.Event) -> None:
-    small = limited(host, settings, sessions=1)
-
-    async def body(client: openai.AsyncOpenAI) -> None:
-        asked = asyncio.create_task(client._client.post(f"http://localhost{CHAT}", json=QUESTION))
-        while not small.state.server.requests:
-            await asyncio.sleep(0.01)
-        found = await client._client.get("http://localhost/ready")
-        assert found.status_code == 503 and found.json()["reasons"] == ["full of requests"]
-        gate.set()
-        assert (await asked).status_code == 200
-        assert (await client._client.get("http://localhost/ready")).status_code == 200
 
     use(small, body)
 
@@ -315,30 +297,6 @@ def test_a_client_that_goes_away_before_its_answer(host: EngineHost, talkative: 
     assert registry.get_sample_value("omni_requests_total", {"path": path, "status": "499"}) == 1
     assert soon(lambda: host.stats().sessions == 0 and host.stats().active == 0)
     assert post(talkative, CHAT, {**QUESTION, "max_tokens": 1}).status_code == 200
-
-
-def test_work_for_a_client_that_went_away_is_given_up(talkative: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_up: list[str] = []
-
-    async def ask(self: Job, question: str, *args: Any, **options: Any) -> None:
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            given_up.append(question)
-            raise
-
-    monkeypatch.setattr(Job, "ask", ask)
-    original = Job.while_connected
-
-    async def while_connected(self: Job, work: Any) -> Any:
-        try:
-            return await original(self, work)
-        finally:
-            given_up.append("told")
-
-    monkeypatch.setattr(Job, "while_connected", while_connected)
-    connect(talkative, CHAT, QUESTION, chunks=-1)
-    assert given_up == ["hello", "told"]
 
 
 def test_a_client_that_reads_nothing_is_left(host: EngineHost, talkative: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,11 @@ from infer.turns.vad import FRAME_SECONDS
 from omni.codec.codec2 import Codec2Codec
 from omni.generate.speech_lm import SpeechLM
 from omni.generate.turn_end import RULES, TurnFrames, TurnListener
-from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.generate.session_toys import inside
-from tests.infer.conftest import TINY
+from tests.infer.conftest import turn_model
 from tests.infer.serve.caller import LocalEngine
-from tests.infer.serve.conftest import Client, pcm
+from tests.infer.serve.conftest import Client, pcm, with_client
 from tests.infer.turns.test_turns import at24, say
 
 
@@ -82,12 +80,7 @@ def test_only_a_voice_that_the_head_knows_is_waited_for(eagerness: str) -> None:
 @pytest.fixture
 def host(request: pytest.FixtureRequest) -> Iterator[EngineHost]:
     """Its model finds the end of a turn in every frame, or in none."""
-    config = replace(TINY, encoder=replace(TINY.encoder, mode="chunked", chunk_ms=160), turn=True)  # type: ignore[type-var]
-    torch.manual_seed(0)
-    model = SpeechModel(config).eval()
-    torch.nn.init.zeros_(model.turn_head.weight)
-    model.turn_head.bias.data[:] = torch.tensor([9.0, request.param])
-    host = EngineHost(lambda: LocalEngine(SpeechLM(model, Tokenizer.bytes(), Codec2Codec())))
+    host = EngineHost(lambda: LocalEngine(SpeechLM(turn_model(9.0, request.param), Tokenizer.bytes(), Codec2Codec())))
     host.open()
     yield host
     host.close()
@@ -98,21 +91,19 @@ def talk(host: EngineHost, settings: ServeSettings, seconds: float, body: Any = 
     sound = at24(say("what is two plus three"))
     quiet = torch.zeros(round(24_000 * seconds)).short().numpy()
 
-    async def run() -> list[dict[str, Any]]:
-        given = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "semantic_vad", "create_response": False}}}}
-        client = Client(host, settings, given)
-        try:
-            for samples in (sound, quiet):
-                for start in range(0, len(samples), 960):
-                    await client.send("input_audio_buffer.append", audio=pcm(samples[start : start + 960]))
-                    await asyncio.sleep(0.004)
-            if body is not None:
-                body(client)
-            return client.events
-        finally:
-            await client.session.close()
+    async def run(client: Client) -> list[dict[str, Any]]:
+        for samples in (sound, quiet):
+            for start in range(0, len(samples), 960):
+                await client.send("input_audio_buffer.append", audio=pcm(samples[start : start + 960]))
+                await asyncio.sleep(0.004)
+        if body is not None:
+            body(client)
+        return client.events
 
-    return asyncio.run(run())
+    detection = {"type": "semantic_vad", "create_response": False}
+    given = {"type": "realtime", "audio": {"input": {"turn_detection": detection}}}
+    events: list[dict[str, Any]] = with_client(run, host, settings, given)
+    return events
 
 
 @pytest.mark.long

@@ -44,8 +44,14 @@ def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., An
     host = EngineHost(lambda: LocalEngine(chunked))
     host.open()
 
-    def run(body: Body, given: dict[str, Any] = MANUAL) -> Any:
-        return with_client(body, host, settings, given)
+    def run(body: Body, given: dict[str, Any] = MANUAL) -> list[Any]:
+        async def whole(client: Client) -> list[Any]:
+            await body(client)
+            said = [deltas(client.events), sound_of(client.events).tobytes()]
+            return [*said, [item.seconds for item in client.session.items if item.role == "user"]]
+
+        found: list[Any] = with_client(whole, host, settings, given)
+        return found
 
     yield run
     assert host.stats().sessions == 0 and not chunked.engine.requests.listening()
@@ -75,29 +81,75 @@ async def append(client: Client, sound: np.ndarray) -> None:
         await asyncio.sleep(0.001)
 
 
-def said(client: Client) -> list[Any]:
-    return [
-        deltas(client.events),
-        sound_of(client.events).tobytes(),
-        [i.seconds for i in client.session.items if i.role == "user"],
-    ]
-
-
-async def three_turns(client: Client) -> list[Any]:
+async def three_turns(client: Client) -> None:
     for turn in range(3):
         await append(client, noise(0.9 + 0.3 * turn, turn))
         await client.send("input_audio_buffer.commit")
         await client.ask()
-    return said(client)
+
+
+async def cleared(client: Client) -> None:
+    """A buffer that is cleared is no question."""
+    await append(client, noise(2.0, 7))
+    await asyncio.sleep(0.05)
+    await client.send("input_audio_buffer.clear")
+    await three_turns(client)
+
+
+async def other_options(client: Client) -> None:
+    """Other options than were heard with ask the sound."""
+    await append(client, noise(1.0))
+    await client.send("input_audio_buffer.commit")
+    await client.ask(max_output_tokens=5)
+    await append(client, noise(1.0, 1))
+    await client.send("input_audio_buffer.commit")  # and is never asked
+    await client.ask("and?")
+
+
+async def under_way(client: Client) -> None:
+    """Sound comes while an answer is under way."""
+    await append(client, noise(0.9))
+    await client.send("input_audio_buffer.commit")
+    await client.send("response.create")
+    since = len(client.events)
+    await append(client, noise(0.5, 1))
+    await client.until("response.done", since)
+    await append(client, noise(0.5, 2))
+    await client.send("input_audio_buffer.commit")
+    await client.ask()
+
+
+async def another_format(client: Client) -> None:
+    """The format changes midway."""
+    await append(client, noise(0.5))
+    change = {"type": "realtime", "audio": {"input": {"format": {"type": "audio/pcmu"}}}}
+    await client.send("session.update", session=change)
+    for start in range(0, 4000, 160):
+        law = np.random.default_rng(start).integers(0, 256, 160).astype(np.uint8)
+        await client.send("input_audio_buffer.append", audio=base64.b64encode(law.tobytes()).decode())
+    await client.send("input_audio_buffer.commit")
+    await client.ask()
 
 
 @pytest.mark.long
-def test_manual_turns_are_answered_as_their_sound(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(three_turns)
-    assert asked == pytest.approx([0.9, 1.2, 1.5])
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        (three_turns, [0.9, 1.2, 1.5]),
+        (cleared, [0.9, 1.2, 1.5]),
+        (other_options, []),
+        (under_way, None),
+        (another_format, [1.0]),
+    ],
+)
+def test_what_is_heard_while_it_comes_is_answered_as_its_sound(
+    run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch, body: Body, seconds: list[float] | None
+) -> None:
+    found = run(body)
+    assert seconds is None or asked == pytest.approx(seconds, abs=0.01)
+    count = len(asked)
     deaf(monkeypatch)
-    wanted = run(three_turns)
-    assert found == wanted and len(asked) == 3
+    assert run(body) == found and len(asked) == count
 
 
 @pytest.mark.long
@@ -105,12 +157,11 @@ def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[f
     sounds = [at24(say(text)) for text in ("what is two plus three", "where is the cat")]
     lacking: list[int] = []
 
-    async def body(client: Client) -> list[Any]:
+    async def body(client: Client) -> None:
         for sound in sounds:
             since = len(client.events)
             await append(client, sound)
             await client.until("response.done", since)
-        return said(client)
 
     end = Listening.asked
 
@@ -144,58 +195,6 @@ def test_a_turn_that_interrupts_is_heard_too(run: Any, asked: list[float]) -> No
     assert len(asked) == 2
 
 
-@pytest.mark.long
-def test_a_buffer_that_is_cleared_is_no_question(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(client: Client) -> list[Any]:
-        await append(client, noise(2.0, 7))
-        await asyncio.sleep(0.05)
-        await client.send("input_audio_buffer.clear")
-        return await three_turns(client)
-
-    found = run(body)
-    assert asked == pytest.approx([0.9, 1.2, 1.5])
-    deaf(monkeypatch)
-    assert run(body) == found
-
-
-@pytest.mark.long
-def test_other_options_than_were_heard_with_ask_the_sound(
-    run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def body(client: Client) -> list[Any]:
-        await append(client, noise(1.0))
-        await client.send("input_audio_buffer.commit")
-        await client.ask(max_output_tokens=5)
-        await append(client, noise(1.0, 1))
-        await client.send("input_audio_buffer.commit")  # and is never asked
-        await client.ask("and?")
-        return said(client)
-
-    found = run(body)
-    assert not asked
-    deaf(monkeypatch)
-    assert run(body) == found
-
-
-@pytest.mark.long
-def test_sound_that_comes_while_an_answer_is_under_way(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(client: Client) -> list[Any]:
-        await append(client, noise(0.9))
-        await client.send("input_audio_buffer.commit")
-        await client.send("response.create")
-        since = len(client.events)
-        await append(client, noise(0.5, 1))
-        await client.until("response.done", since)
-        await append(client, noise(0.5, 2))
-        await client.send("input_audio_buffer.commit")
-        await client.ask()
-        return said(client)
-
-    found = run(body)
-    deaf(monkeypatch)
-    assert run(body) == found
-
-
 def test_parts_of_the_buffer() -> None:
     buffer = InputBuffer(60.0)
     samples = np.arange(10_000).astype(np.int16)
@@ -205,22 +204,3 @@ def test_parts_of_the_buffer() -> None:
         begin = round(first * 24_000)
         for skip, last in ((0, 10_000), (0, 3), (50, 4001), (9990, 10_000), (20_000, 10_000), (0, 99_999)):
             assert np.array_equal(buffer.part(first, skip, last / 24_000), samples[begin + skip : last])
-
-
-@pytest.mark.long
-def test_a_format_that_changes_midway(run: Any, asked: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(client: Client) -> list[Any]:
-        await append(client, noise(0.5))
-        change = {"type": "realtime", "audio": {"input": {"format": {"type": "audio/pcmu"}}}}
-        await client.send("session.update", session=change)
-        for start in range(0, 4000, 160):
-            law = np.random.default_rng(start).integers(0, 256, 160).astype(np.uint8)
-            await client.send("input_audio_buffer.append", audio=base64.b64encode(law.tobytes()).decode())
-        await client.send("input_audio_buffer.commit")
-        await client.ask()
-        return said(client)
-
-    found = run(body)
-    assert asked == pytest.approx([1.0], abs=0.01)
-    deaf(monkeypatch)
-    assert run(body) == found
