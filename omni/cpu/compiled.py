@@ -35,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _EXACT, _FAST = {"nsz", "contract"}, {"nsz", "arcp", "contract", "afn", "reassoc"}  # what is not finite stays so in both
 _ZERO, _ONE = np.float32(0), np.float32(1)
+_CODE = zlib.crc32(Path(__file__).read_bytes())
 
 
 def compiled_function(function: F, nogil: bool = True, sums: bool = False) -> F:
@@ -60,7 +61,7 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Also of this file's content: numba asks whether a function's own has changed, and not those of what it calls."""
-        return super()._index_key(sig, codegen), _code()
+        return super()._index_key(sig, codegen), _CODE
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -80,10 +81,6 @@ class KeptFunctions(FunctionCache):  # type: ignore[misc]
 
 
 @cache
-def _code() -> int:
-    return zlib.crc32(Path(__file__).read_bytes())
-
-
 def compiled_for_threads(function: Callable[[Any], None]) -> Any:
     """A function of an address, compiled now and kept; `omni.utils.hardware.in_threads` takes its `address`."""
     made: Any = CFunc(function, ((types.CPointer(types.int64),), types.void), {}, {})

@@ -9,7 +9,7 @@ B rows, K inputs, N outputs; the others are those of `omni.cpu.compiled`.
 from __future__ import annotations
 
 from ctypes import Structure, c_int64
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,8 @@ from omni.cpu.compiled import (
 )  # fmt: skip
 from omni.utils.hardware import in_threads
 
-LEAST = 1 << 18
-"""Products of two numbers from which on threads share them: one takes 10 us for so many."""
+SHARED = 1 << 18
+"""Products of two numbers from which on threads share a product or an attention: one takes 10 us for so many."""
 
 
 class SharedProduct(Structure):
@@ -51,16 +51,10 @@ def multiply(x: Any, weight: Any, scale: Any, out: Any, threads: int) -> None:
     """Write the exact products [B, N] of rows [B, K] uint8, whose 0 is 128, and a weight [N, K] int8, times the scale [N], to
     `out` float32; all of them are tensors without gaps. `threads` share it, if it is large enough."""
     (rows, inputs), outputs = x.shape, len(weight)
-    threads = threads if rows * inputs * outputs >= LEAST else 1
+    threads = threads if rows * inputs * outputs >= SHARED else 1
     each = outputs if threads == 1 else max(outputs // (4 * threads), 8)
     addresses = (tensor.data_ptr() for tensor in (x, weight, scale, out))
-    in_threads(product_of_threads().address, SharedProduct(0, each, rows, inputs, outputs, *addresses), threads)
-
-
-@cache
-def product_of_threads() -> Any:
-    """What each thread calls, compiled."""
-    return compiled_for_threads(_share_product)
+    in_threads(compiled_for_threads(share_product).address, SharedProduct(0, each, rows, inputs, outputs, *addresses), threads)
 
 
 _bytes, _signed = map(pointer_to, (types.uint8, types.int8))
@@ -142,7 +136,8 @@ def _multiply_int8(x: Any, weight: Any, scale: Any, out: Any, first: Any, last: 
                         out[b + i, n + j] = np.float32(total) * scale[n + j]
 
 
-def _share_product(task: Any) -> None:
+def share_product(task: Any) -> None:
+    """Computes a thread's share of a product."""
     each, rows, inputs, outputs = task[1], task[2], task[3], task[4]
     held, weight = carray(_bytes(task[5]), (rows, inputs)), carray(_signed(task[6]), (outputs, inputs))
     scale, out = carray(floats_at(task[7]), (outputs,)), carray(floats_at(task[8]), (rows, outputs))
@@ -175,24 +170,24 @@ def _round(x: Any, held: Any) -> Any:
 
 
 @compiled_function
-def _round_norm(x: Any, weight: Any, eps: Any, scaled: Any, held: Any) -> Any:
-    """Rounds the RMSNorm of x [K] before it is divided by its length."""
-    for k in range(len(weight)):
-        scaled[k] = x[k] * weight[k]
-    return _round(scaled, held) * norm_factor(x, eps)
+def add(x: Any, products: Any, factor: Any) -> None:
+    """Add products [B or 0, W] times `factor` [B] to x [B, W]."""
+    for b in range(len(products)):
+        here, more, times = x[b], products[b], factor[b]
+        for k in range(len(here)):
+            here[k] += more[k] * times
 
 
 @compiled_function
 def add_and_round_norm(x: Any, products: Any, norm: Any, eps: Any, held: Any, factor: Any) -> None:
-    """Add products [B or 0, W] times `factor` [B] to x [B, W], and round the norm of the sum to `held` and `factor`."""
+    """`add`, and round the norm of the sum, before it is divided by its length, to `held` and `factor`."""
+    add(x, products, factor)
     scaled = np.empty(x.shape[1], np.float32)
     for b in range(x.shape[0]):
         here = x[b]
-        if len(products):
-            more, times = products[b], factor[b]
-            for k in range(len(here)):
-                here[k] += more[k] * times
-        factor[b] = _round_norm(here, norm, eps, scaled, held[b])
+        for k in range(len(norm)):
+            scaled[k] = here[k] * norm[k]
+        factor[b] = _round(scaled, held[b]) * norm_factor(here, eps)
 
 
 @compiled_function
@@ -234,20 +229,7 @@ def gate_and_round(products: Any, factor: Any, held: Any) -> None:
         factor[b] = _round(gated, held[b])
 
 
-@compiled_function
-def add(x: Any, products: Any, factor: Any) -> None:
-    """Add products [B, W] times `factor` [B] to x [B, W]."""
-    for b in range(x.shape[0]):
-        here, more, times = x[b], products[b], factor[b]
-        for k in range(len(here)):
-            here[k] += more[k] * times
-
-
 # --- an attention that threads share ---------------------------------------------------------------------------------
-
-
-SHARED = 1 << 18
-"""Products of two numbers from which on threads share an attention."""
 
 
 class SharedAttention(Structure):
@@ -269,7 +251,7 @@ def attend(task: SharedAttention, threads: int) -> None:
     """Attention as of `attend_all`, by so many threads where it is large enough."""
     task.taken = 0
     large = task.rows * task.heads * task.size * task.seen >= SHARED
-    in_threads(attention_of_threads().address, task, threads if large else 1)
+    in_threads(compiled_for_threads(share_attention).address, task, threads if large else 1)
 
 
 def share_attention(task: Any) -> None:
@@ -281,9 +263,3 @@ def share_attention(task: Any) -> None:
     mask, shape = carray(floats_at(task[12]), (columns, task[8])), (of, slots, kv_heads, size)
     keys, values = carray(floats_at(task[14]), shape), carray(floats_at(task[15]), shape)
     attend_all(task, wide, active, writes, task[9] != 0, heads, keys, values, mask, out)
-
-
-@cache
-def attention_of_threads() -> Any:
-    """`share_attention`, compiled."""
-    return compiled_for_threads(share_attention)

@@ -17,7 +17,7 @@ their precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple, cast
 
@@ -46,13 +46,6 @@ class Packed(NamedTuple):
     bias: Tensor | None
 
 
-class Rounded(NamedTuple):
-    """Rows [M, K] as uint8 of 1 to 255, of which 128 is 0; and the factor of each row's products, [M, 1]."""
-
-    held: Tensor
-    factor: Tensor
-
-
 class Normed:
     """The output of an RMSNorm of x [..., K], which is computed only for what cannot take its rounded rows."""
 
@@ -66,9 +59,14 @@ class Normed:
             self._whole = self.norm(self.x)
         return self._whole
 
-    def rounded(self) -> Rounded:
-        """Its rows, rounded before they are divided by their length."""
-        return rounded_norm(_float(self.x).reshape(-1, self.x.shape[-1]), _float(self.norm.weight), self.norm.eps or 0.0)
+    def rounded(self) -> tuple[Tensor, Tensor]:
+        """Its rows as `rounded` gives them, rounded before they are divided by their length."""
+        count = self.x.shape[-1]
+        rows = _float(self.x).reshape(-1, count)
+        held, most = rounded(rows * _float(self.norm.weight))
+        root = torch.linalg.vector_norm(rows, 2, -1, True)
+        length = torch.hypot(root, _full((), ((self.norm.eps or 0.0) * count) ** 0.5))
+        return held, torch.addcdiv(_full((), 0.0), most, length, value=count**0.5)
 
 
 class Int8Linear(nn.Linear):
@@ -156,24 +154,24 @@ def packed_of(linears: tuple[Int8Linear, ...]) -> Packed:
     first, key = linears[0], tuple(map(id, linears))
     packed = first._packed.get(key)
     if packed is None:
-        packed = first._packed[key] = _pack(linears)
+        weight, scale = (torch.cat([getattr(part, name).detach() for part in linears]) for name in ("weight", "scale"))
+        bias = None
+        if any(part.bias is not None for part in linears):
+            bias = torch.cat([scale.new_zeros(len(p.weight)) if p.bias is None else p.bias.detach().float() for p in linears])
+        packed = first._packed[key] = Packed(_prepack(weight) if exact() else weight, scale / MOST, bias)
     return packed
 
 
 def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
     packed = packed_of(linears)
     if isinstance(x, Normed):
-        source, rows = x.x, x.rounded()
+        source, (held, factor) = x.x, x.rounded()
     else:
-        source, rows = x, rounded(_float(x).reshape(-1, linears[0].in_features))
-    out = product_of(rows, packed).view(*source.shape[:-1], packed.scale.shape[0])
+        source, (held, factor) = x, rounded(_float(x).reshape(-1, linears[0].in_features))
+    out = raw_product(held, packed)
+    out = out.mul_(factor) if packed.bias is None else torch.addcmul(packed.bias, out, factor)
+    out = out.view(*source.shape[:-1], packed.scale.shape[0])
     return out if out.dtype == source.dtype else out.to(source.dtype)
-
-
-def product_of(rows: Rounded, packed: Packed) -> Tensor:
-    """Products [M, N] float32 of rounded rows."""
-    out = raw_product(rows.held, packed)
-    return out.mul_(rows.factor) if packed.bias is None else torch.addcmul(packed.bias, out, rows.factor)
 
 
 def raw_product(held: Tensor, packed: Packed) -> Tensor:
@@ -191,43 +189,20 @@ def _float(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else x.float()
 
 
-def _pack(linears: Sequence[Int8Linear]) -> Packed:
-    weight, scale = (torch.cat([getattr(part, name).detach() for part in linears]) for name in ("weight", "scale"))
-    biases = [part.bias for part in linears]
-    bias = None
-    if any(each is not None for each in biases):
-        bias = torch.cat([scale.new_zeros(len(p.weight)) if p.bias is None else p.bias.detach().float() for p in linears])
-    return Packed(_prepack(weight) if exact() else weight, scale / MOST, bias)
-
-
 @cache
-def _constant(value: float, power: float = 1.0) -> Tensor:
+def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.float32) -> Tensor:
     with torch.inference_mode(False):
-        return torch.tensor(value**power)
+        return torch.full(shape, value, dtype=dtype)
 
 
-@cache
-def _middle(width: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((width,), 128.5)
-
-
-def rounded(rows: Tensor) -> Rounded:
-    """Rows [M, K] float32 as whole numbers, and the largest |x| of each.
+def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] float32 as uint8 of 1 to 255, of which 128 is 0, and the largest |x| of each, the products' factor, [M, 1].
 
     A row of zeros is of any values; one that is not finite has no finite largest.
     """
     largest = rows.abs().amax(1, keepdim=True)
-    scaled = torch.addcdiv(_middle(rows.shape[1]), rows, largest, value=MOST)
-    return Rounded(scaled.to(torch.int32).to(torch.uint8), largest)  # by way of int32, which takes a third of the time
-
-
-def rounded_norm(rows: Tensor, weight: Tensor, eps: float) -> Rounded:
-    """The RMSNorm of rows [M, K] float32, rounded before they are divided by their length; weight [K]."""
-    held, most = rounded(rows * weight)
-    count = rows.shape[1]
-    length = torch.hypot(torch.linalg.vector_norm(rows, 2, -1, True), _constant(eps * count, 0.5))
-    return Rounded(held, torch.addcdiv(_constant(0.0), most, length, value=count**0.5))
+    scaled = torch.addcdiv(_full((rows.shape[1],), 128.5), rows, largest, value=MOST)
+    return scaled.to(torch.int32).to(torch.uint8), largest  # by way of int32, which takes a third of the time
 
 
 def _prepack(weight: Tensor) -> Tensor:
@@ -235,16 +210,11 @@ def _prepack(weight: Tensor) -> Tensor:
     return packed
 
 
-@cache
-def _zeros(count: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(count, dtype=torch.int64)
-
-
 def _exact_product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """Products [M, N] float32 of rows [M, K] uint8, whose 0 is 128, and a packed weight, times the scale [N]."""
+    zeros = _full((scale.shape[0],), 0, torch.int64)
     out: Tensor = torch.ops.onednn.qlinear_pointwise.default(
-        rows, 1.0, 128, packed, scale, _zeros(scale.shape[0]), None, 1.0, 0, torch.float32, "none", [], ""
+        rows, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return out
 
@@ -362,13 +332,12 @@ def empty_int8(
     Returns:
         the names of the tensors that are held in int8, with the names of their scales.
     """
-    known = checksums or {}
     tables = _tables(model)
     with torch.device("meta"):
         for name, part in check_linears(model).items():
             new = Int8Linear(part.in_features, part.out_features)
             new.bias = part.bias
-            new.plain_checksum = known.get(name)  # type: ignore[assignment]
+            new.plain_checksum = (checksums or {}).get(name)  # type: ignore[assignment]
             model.set_submodule(name, new)
         for name, table in tables.items():
             model.set_submodule(name, Int8Embedding(table.num_embeddings, table.embedding_dim, dtype))
@@ -381,5 +350,4 @@ def empty_int8(
 
 def _tables(model: nn.Module) -> dict[str, nn.Embedding]:
     """The decoder's tables by name; none of a model without such a decoder."""
-    known = {name: part for name, part in model.named_modules() if name in TABLES}
-    return {name: part for name, part in known.items() if isinstance(part, nn.Embedding)}
+    return {name: part for name, part in model.named_modules() if name in TABLES and isinstance(part, nn.Embedding)}

@@ -133,13 +133,12 @@ class _Inputs:
     def __init__(self, cache: KVCache, mask: Array, cos: Array, sin: Array) -> None:
         self.cache, self.writes = cache, cache.writes.numpy()
         self.mask, self.cos, self.sin = mask, cos, sin
-        self._shared: dict[int, tuple[compiled_int8.SharedAttention, Array, Array, Array]] = {}
+        self._shared: tuple[compiled_int8.SharedAttention, Array, Array, Array] | None = None
 
     def attention(self, heads: int) -> tuple[compiled_int8.SharedAttention, Array, Array, Array]:
         """The task of threads for an attention of so many heads, without keys and values; the rows that do not rest [N], and
         memory for their queries, keys and values and for the result, [N, (H + 2 G) D] and [N, H D]. The same for each block."""
-        entry = self._shared.get(heads)
-        if entry is None:
+        if self._shared is None:
             of, slots, kv_heads, size = self.cache.keys[0].shape
             active = compiled.active_of(self.writes, slots)
             wide = np.empty((len(active), (heads + 2 * kv_heads) * size), np.float32)
@@ -148,8 +147,8 @@ class _Inputs:
                 0, len(active), len(self.writes), of, slots, heads, kv_heads, size, self.mask.shape[1], self.cache.ring,
                 *(held.ctypes.data for held in (active, self.writes, self.mask, wide)), 0, 0, y.ctypes.data,
             )  # fmt: skip
-            entry = self._shared[heads] = task, active, wide, y
-        return entry
+            self._shared = task, active, wide, y
+        return self._shared
 
 
 def _take(run: Sequence[tuple[Any, _BlockStep, int]], x: Array, inputs: _Inputs) -> list[Any]:
@@ -171,7 +170,7 @@ class _BlockStep:
 
     Attributes:
         shape: None where it cannot be compiled; float32 blocks of one shape are taken together.
-        addresses: of a float32 block's weights in the order of `compiled.blocks`, 0 for what it lacks.
+        addresses: of the weights that are read as arrays; of a float32 block in the order of `compiled.blocks`.
     """
 
     def __init__(self) -> None:
@@ -179,7 +178,7 @@ class _BlockStep:
         self._parts: Fingerprint | None = None
         self.shape: Any = None
         self.addresses: list[int] = []
-        self._held: list[Array] = []  # the weights that are read as arrays
+        self._held: list[Array] = []
 
     def matches(self, block: nn.Module) -> bool:
         """Whether the block is compiled: it can be, and nothing acts beside a part."""
@@ -189,26 +188,23 @@ class _BlockStep:
 
     def _look(self, block: Any) -> None:
         """Take the block's weights as arrays, where they can be; those of one input become parts of one."""
-        shape, arrays, addresses = step_shape(block), list[Array](), list[int]()
+        shape, arrays = step_shape(block), list[Array]()
         if shape is not None:
             part, mlp = block.attention, block.mlp
-            norms = [norm for norm in (block.attention_norm, block.mlp_norm, part.q_norm, part.k_norm) if norm is not None]
-            groups: list[list[Tensor]] = [[norm.weight] for norm in norms]
+            norms = block.attention_norm, part.q_norm, part.k_norm, block.mlp_norm
+            groups: list[list[Tensor]] = [[] if norm is None else [norm.weight] for norm in norms]
             if shape.dtype == "float32":
-                groups += [[part.q.weight, part.k.weight, part.v.weight], [part.out.weight]]
-                groups += [[mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
-                groups += [[linear.bias for linear in (part.q, part.k, part.v) if linear.bias is not None]]
+                qkv, (attention_norm, q_norm, k_norm, mlp_norm) = (part.q, part.k, part.v), groups
+                biases = [linear.bias for linear in qkv if linear.bias is not None]
+                groups = [attention_norm, [linear.weight for linear in qkv], biases, q_norm, k_norm, [part.out.weight]]
+                groups += [mlp_norm, [mlp.gate.weight, mlp.up.weight], [mlp.down.weight]]
             weights = [weight for group in groups for weight in group]
             if any(type(w) is not nn.Parameter or w.dtype != torch.float32 or w.device.type != "cpu" for w in weights):
                 shape = None
             else:
                 with torch.inference_mode(False), torch.no_grad():
-                    arrays = [fuse_weights(group).numpy() for group in groups if group]
-                if part.q_norm is None:
-                    arrays[2:2] = [_NONE, _NONE]
-        if len(arrays) > 4:
-            attention_norm, mlp_norm, q_norm, k_norm, qkv, to_width, gate_up, down, *bias = (a.ctypes.data for a in arrays)
-            addresses = [attention_norm, qkv, *(bias or [0]), q_norm, k_norm, to_width, mlp_norm, gate_up, down]
+                    arrays = [fuse_weights(group).numpy() if group else _NONE for group in groups]
+        addresses = [array.ctypes.data for array in arrays]
         # Of this thread: another may do the same at once.
         self._block, self._parts, self.shape, self._held, self.addresses = block, Fingerprint(block), shape, arrays, addresses
 
@@ -216,7 +212,7 @@ class _BlockStep:
         """Take x [B, W] through a block in int8, in place."""
         part: Any = block.attention
         mlp: Any = block.mlp
-        attention_norm, mlp_norm, q_norm, k_norm = self._held
+        attention_norm, q_norm, k_norm, mlp_norm = self._held
         cache, rows, eps = inputs.cache, len(x), np.float32(block.attention_norm.eps)  # type: ignore[union-attr, arg-type]
         groups = (part.q, part.k, part.v), (part.out,), (mlp.gate, mlp.up), (mlp.down,)
         packed = [packed_of(group) for group in groups]

@@ -221,7 +221,8 @@ def make_options(values: Mapping[str, Any]) -> AnswerOptions:
     named = {name: values[name] for name in SamplingNames.__annotations__ if name in values}
     fields = {name: value for name, value in values.items() if name not in named}
     if named and "sampling" in fields:
-        raise UserError(f"{next(iter(named))} and sampling were given together; write sampling=Sampling({_said(named)})")
+        said = ", ".join(f"{name}={value!r}" for name, value in named.items() if name != "do_sample")
+        raise UserError(f"{next(iter(named))} and sampling were given together; write sampling=Sampling({said})")
     if "max_new_tokens" in fields and "max_tokens" in fields:
         raise UserError("max_tokens and max_new_tokens were given together; give one of them")
     if named:
@@ -242,7 +243,3 @@ def _sampling(named: Mapping[str, Any]) -> Sampling:
     if temperature is None and (wanted or "top_k" in fields or "top_p" in fields):
         fields["temperature"] = 1.0
     return Sampling(**fields)
-
-
-def _said(named: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in named.items() if name != "do_sample")

@@ -18,7 +18,7 @@ from torch import Tensor
 from omni.cpu import compiled
 from omni.cursor import Cursor
 from omni.generate.options import Sampling
-from omni.generate.sampling import Mode, Sampler, Staging, broken_rows, log_probabilities, note_broken
+from omni.generate.sampling import Array, Mode, Sampler, broken_rows, log_probabilities, note_broken, write_rows
 from omni.layout import Layout
 from omni.lora.attach import RowSelection, Selection, using
 from omni.model.decoder import Decoder, Hidden
@@ -84,9 +84,6 @@ class StepOutput(NamedTuple):
     logprobs: tuple[float, ...] | None = None
 
 
-Array = np.ndarray[Any, Any]
-
-
 class StepPlan(NamedTuple):
     """Everything that determines the shape of a step: the key of a captured graph.
 
@@ -137,15 +134,13 @@ class RowState:
         self.cursor = cursor.select(slice(None))  # makes its constants now, and not in the first answer
         self.cursor.done.fill_(True)
         self.sampler = Sampler(layout, rows, device)
-        of_cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
-        self._staging = Staging([self.position, self.partner, self.number, *of_cursor, *self.sampler.targets])
+        self._of_cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
         self.packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
         self.wide = torch.zeros(rows, k + a + 7 + k, dtype=torch.long, device=device)
 
     def _carried(self) -> list[Tensor]:
         """The tensors over rows that a step reads or writes, besides the sampler's and the cache's."""
-        cursor = (getattr(self.cursor, name) for name in Cursor.TENSORS)
-        return [self.column, self.position, self.partner, self.number, *cursor]
+        return [self.column, self.position, self.partner, self.number, *self._of_cursor]
 
     def written(self) -> list[Tensor]:
         """All tensors that a step writes, besides the cache's."""
@@ -159,21 +154,20 @@ class RowState:
         fresh = Cursor.start(self.layout, [s.text for s in starts], [s.audio for s in starts])
         partners = [slot if s.partner is None else s.partner for slot, s in zip(slots, starts, strict=True)]
         drawn = self.sampler.prepare(slots, [s.settings for s in starts], [s.key for s in starts])
-        of_cursor = [getattr(fresh, name) for name in Cursor.TENSORS]
-        own = [s.position for s in starts], partners, list(selections)
-        self._staging.write(slots, [*(torch.tensor(values) for values in own), *of_cursor, *drawn])
+        own = (torch.tensor(values) for values in ([s.position for s in starts], partners, list(selections)))
+        values = [*own, *(getattr(fresh, name) for name in Cursor.TENSORS), *drawn]
+        write_rows([*self._carried()[1:], *self.sampler.targets], slots, values)
 
     @torch.inference_mode()
     def empty(self, slot: int) -> None:
         """Make the step pass over a row. Fills: to write one number by its index waits for a GPU."""
         self.sampler.clear(slot)
-        self.position[slot : slot + 1].fill_(-1)
-        self.cursor.done[slot : slot + 1].fill_(True)
+        self.idle(slice(slot, slot + 1))
 
-    def idle(self) -> None:
-        """Make the step pass over all rows."""
-        self.position.fill_(-1)
-        self.cursor.done.fill_(True)
+    def idle(self, rows: slice = slice(None)) -> None:
+        """Make the step pass over rows, by default over all."""
+        self.position[rows].fill_(-1)
+        self.cursor.done[rows].fill_(True)
 
     def take(self, other: RowState) -> None:
         """Copy the rows of another one, which has fewer."""
@@ -218,12 +212,8 @@ class RowState:
     def write(self, plan: StepPlan, hidden: Hidden, decoder: Decoder) -> None:
         """Sample the rows' next columns from hidden states [B, 1, W], in place."""
         rows, slots, a = self.index(plan.slots), plan.slots, self.layout.n_audio
-        drawn = any((*plan.audio_mode, *plan.text_mode))
-        if (
-            self.position.device.type == "cpu"
-            and hidden.text.dtype == torch.float32
-            and not (drawn or plan.coupled or plan.logprobs)
-        ):
+        simple = not (any((*plan.audio_mode, *plan.text_mode)) or plan.coupled or plan.logprobs)
+        if simple and self.position.device.type == "cpu" and hidden.text.dtype == torch.float32:
             self._write_likeliest(plan, rows, hidden, decoder)
             return
         sampled = self._pad.expand(len(slots), -1).clone()
@@ -233,26 +223,25 @@ class RowState:
             own, here = self.index(tuple(slots[i] for i in plan.audio)), self.index(plan.audio)
             with using(self.selection(plan, own)):
                 logits = decoder.audio_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
-            sampled[here, :a] = self.sampler.audio(logits, own, self.cursor.step[own], plan.audio_mode)
+            sampled[here, :a] = self.sampler.draw(logits, own, self.cursor.step[own], plan.audio_mode, text=False)
             if logprobs is not None:
-                logprobs[here, :a] = log_probabilities(self.sampler.audio_choices(logits), sampled[here, :a])
+                logprobs[here, :a] = log_probabilities(self.sampler.choices(logits, text=False), sampled[here, :a])
             nonfinite[0, here] = broken_rows(hidden.audio[here], logits)
         if plan.text:
             own, here = self.index(tuple(slots[i] for i in plan.text)), self.index(plan.text)
             with using(self.selection(plan, own)):
                 logits = decoder.text_logits(Hidden(hidden.text[here], hidden.audio[here]))[:, -1]
-            text = self.sampler.text(logits, own, self.cursor.step[own], plan.text_mode)
-            text_nonfinite = broken_rows(hidden.text[here], logits)
-            text_logprobs = log_probabilities(self.sampler.text_choices(logits), text[:, None])[:, 0] if plan.logprobs else None
+            text = self.sampler.draw(logits, own, self.cursor.step[own], plan.text_mode, text=True)
+            drawn = [text, broken_rows(hidden.text[here], logits)]
+            if logprobs is not None:
+                drawn.append(log_probabilities(self.sampler.choices(logits, text=True), text))
             if plan.coupled:
                 written = torch.arange(own.start, own.stop, device=text.device) if isinstance(own, slice) else own
                 writer = torch.searchsorted(written, self.partner[rows]).clamp_max(len(text) - 1)
-                text, text_nonfinite = text[writer], text_nonfinite[writer]
-                text_logprobs = None if text_logprobs is None else text_logprobs[writer]
-            sampled[:, a] = text
-            if logprobs is not None and text_logprobs is not None:
-                logprobs[:, a] = text_logprobs
-            nonfinite[1] = text_nonfinite
+                drawn = [values[writer] for values in drawn]
+            sampled[:, a:], nonfinite[1] = drawn[:2]
+            if logprobs is not None:
+                logprobs[:, a:] = drawn[2]
         if sampled.device.type == "cpu":
             self._push(plan, rows, sampled.numpy(), nonfinite.numpy())
         else:
@@ -287,9 +276,8 @@ class RowState:
     @cached_property
     def _arrays(self) -> tuple[list[Any], list[Any]]:
         """The cursor's tensors with its constants, and the state's, which stay where they are; on a CPU."""
-        cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
-        state = [self.column, self.position, self.packed]
-        return [tensor.numpy() for tensor in (*cursor, *self.cursor.constants)], [tensor.numpy() for tensor in state]
+        cursor, state = (*self._of_cursor, *self.cursor.constants), (self.column, self.position, self.packed)
+        return [tensor.numpy() for tensor in cursor], [tensor.numpy() for tensor in state]
 
     def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, nonfinite: Tensor) -> None:
         """`_push` on any device, without waiting for it."""

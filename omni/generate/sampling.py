@@ -26,28 +26,25 @@ from omni.layout import Layout
 from omni.utils.hardware import to_device
 
 
-class Staging:
-    """Writes rows of several tensors together. `targets`: tensors [rows, ...] on one device, of whole numbers, truth values
-    or fp32 numbers."""
+@torch.inference_mode()
+def write_rows(targets: Sequence[Tensor], rows: Sequence[int], values: Sequence[Tensor]) -> None:
+    """Write the rows `rows`, in any order, of several tensors together.
 
-    def __init__(self, targets: Sequence[Tensor]) -> None:
-        self.targets = tuple(targets)
-
-    @torch.inference_mode()
-    def write(self, rows: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Write the rows `rows`, in any order, of every target. `values`: for each target the numbers of its rows,
-        [len(rows), ...], on the host."""
-        if self.targets[0].device.type == "cpu":
-            for target, value in zip(self.targets, values, strict=True):
-                target.numpy()[list(rows)] = value.numpy().reshape(len(value), *target.shape[1:])
-            return
-        parts = [torch.tensor(list(rows))[:, None], *(_bits(value) for value in values)]
-        staged = to_device(torch.cat(parts, dim=1), self.targets[0].device)
-        index, *columns = staged.split([part.shape[1] for part in parts], dim=1)
-        index = index.flatten()
-        for target, column in zip(self.targets, columns, strict=True):
-            number = column.to(torch.int32).view(torch.float32) if target.is_floating_point() else column.to(target.dtype)
-            target.index_copy_(0, index, number.view(-1, *target.shape[1:]))
+    Args:
+        targets: tensors [R, ...] on one device, of whole numbers, truth values or fp32 numbers.
+        values: for each target the numbers of its rows, [len(rows), ...], on the host.
+    """
+    device = targets[0].device
+    if device.type == "cpu":
+        for target, value in zip(targets, values, strict=True):
+            target.numpy()[list(rows)] = value.numpy().reshape(len(value), *target.shape[1:])
+        return
+    parts = [torch.tensor(list(rows))[:, None], *(_bits(value) for value in values)]
+    index, *columns = to_device(torch.cat(parts, dim=1), device).split([part.shape[1] for part in parts], dim=1)
+    index = index.flatten()
+    for target, column in zip(targets, columns, strict=True):
+        number = column.to(torch.int32).view(torch.float32) if target.is_floating_point() else column.to(target.dtype)
+        target.index_copy_(0, index, number.view(-1, *target.shape[1:]))
 
 
 def _bits(value: Tensor) -> Tensor:
@@ -88,14 +85,7 @@ def _signed(x: int) -> int:
 
 def seed_key(seed: int, turn: int = 0) -> int:
     """Key of a row's random numbers, an int64, from any integer seed and the number of the turn in a conversation."""
-    x = (int(seed) + turn * _GOLDEN) & _MASK
-    return _signed(_mix_int(x))
-
-
-def _mix_int(x: int) -> int:
-    x = ((x ^ (x >> 30)) * _MIX[0]) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX[1]) & _MASK
-    return x ^ (x >> 31)
+    return int(_mix(torch.tensor(_signed(int(seed) + turn * _GOLDEN))))
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -254,17 +244,14 @@ class Sampler:
         self._text_range = np.array([0]), np.array([self._text_ids])
         self._audio_parts = [slice(low, low + count) for low, count in zip(starts[:a], allowed[:a], strict=True)]
 
-    def set(self, row: int, settings: Sequence[Sampling], key: int) -> None:
-        """Give a row its settings, one per stream, and its key; what it wrote before is forgotten."""
-        Staging(self.targets).write([row], self.prepare([row], [settings], [key]))
-
     @property
     def targets(self) -> tuple[Tensor, ...]:
         """The tensors of settings and keys, which a start writes (`omni.generate.sampling`)."""
         return self.key, self.temperature, self.top_k, self.top_p, self.penalty
 
     def prepare(self, rows: Sequence[int], settings: Sequence[Sequence[Sampling]], keys: Sequence[int]) -> list[Tensor]:
-        """Forget what rows wrote before, and note their modes; returns the numbers for their `targets`, on the host."""
+        """Forget what rows wrote before, and note the modes of their settings, one per stream; returns the numbers for their
+        `targets`, on the host."""
         a = self.layout.n_audio
         sizes = [self._audio_ids] * a + [self._text_ids]
         for row, own in zip(rows, settings, strict=True):
@@ -308,11 +295,21 @@ class Sampler:
             audio, text = audio.join(own[0]), text.join(own[1])
         return audio, text
 
-    def audio(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
-        """Ids [B, A] of the audio streams, drawn from the audio head's logits [B, sum of V]."""
-        if mode == Mode() and logits.device.type == "cpu":  # to gather what streams of different sizes may take costs more
+    def draw(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode, text: bool) -> Tensor:
+        """Ids [B, N] drawn from a head's logits: of the text stream [B, V], or of the audio streams [B, sum of V]."""
+        if not text and mode == Mode() and logits.device.type == "cpu":  # to gather what may be taken costs more
             return torch.stack([logits[:, part].argmax(-1) for part in self._audio_parts], 1)
-        return self._draw(self.audio_choices(logits), rows, slice(0, self.layout.n_audio), step, mode)
+        logits = self.choices(logits, text)
+        if mode == Mode():
+            return logits.argmax(-1)
+        a = self.layout.n_audio
+        logits, streams = logits.float(), slice(a, a + 1) if text else slice(0, a)
+        if mode.penalty and self.seen is not None:
+            seen = self.seen[rows, streams, : logits.shape[-1]]
+            logits = penalise(logits, seen, self.penalty[rows, streams])
+        u = uniform(self.key[rows], step, range(streams.start, streams.stop)) if mode.plain or mode.ranks else None
+        pick = rows, streams
+        return draw(logits, self.temperature[pick], self.top_k[pick], self.top_p[pick], u, mode)
 
     def likeliest(self, logits: Array, out: Array, text: bool) -> None:
         """Write what rows take that do not draw, of logits [B, V] in float32, to `out`: of the text stream [B, 1], or of the
@@ -320,20 +317,13 @@ class Sampler:
         starts, counts = self._text_range if text else self._audio_ranges
         compiled.likeliest(np.ascontiguousarray(logits), starts, counts, out)
 
-    def audio_choices(self, logits: Tensor) -> Tensor:
-        """Logits [B, A, V] of the ids that the audio streams may take, of the audio head's logits [B, sum of V]."""
+    def choices(self, logits: Tensor, text: bool) -> Tensor:
+        """Logits [B, N, V] of the ids that the streams of a kind may take, of its head's logits."""
+        if text:
+            return logits[:, None, : self._text_ids]
         if self._even:
             return logits.view(len(logits), self.layout.n_audio, -1)[..., : self._audio_ids]
         return F.pad(logits, (0, 1), value=float("-inf"))[:, self._audio_index]
-
-    def text(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode) -> Tensor:
-        """Ids [B] of the text stream, drawn from its logits [B, V]."""
-        a = self.layout.n_audio
-        return self._draw(self.text_choices(logits), rows, slice(a, a + 1), step, mode).squeeze(1)
-
-    def text_choices(self, logits: Tensor) -> Tensor:
-        """Logits [B, 1, V] of the ids that the text stream may take, of its logits [B, V]."""
-        return logits[:, None, : self._text_ids]
 
     def remember(self, column: Tensor, rows: slice | Tensor) -> None:
         """Note the ids [B, K] that were written, for the repetition penalty."""
@@ -341,14 +331,3 @@ class Sampler:
             self.seen[rows].scatter_(2, column[:, :, None], True)
         elif self.seen is not None:
             self.seen[rows] = self.seen[rows].scatter(2, column[:, :, None], True)
-
-    def _draw(self, logits: Tensor, rows: slice | Tensor, streams: slice, step: Tensor, mode: Mode) -> Tensor:
-        if mode == Mode():
-            return logits.argmax(-1)
-        logits = logits.float()
-        if mode.penalty and self.seen is not None:
-            seen = self.seen[rows, streams, : logits.shape[-1]]
-            logits = penalise(logits, seen, self.penalty[rows, streams])
-        u = uniform(self.key[rows], step, range(streams.start, streams.stop)) if mode.plain or mode.ranks else None
-        pick = rows, streams
-        return draw(logits, self.temperature[pick], self.top_k[pick], self.top_p[pick], u, mode)

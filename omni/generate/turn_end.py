@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from omni.checkpoint.folder import load_folder, read_config
 from omni.checkpoint.places import WEIGHTS
-from omni.config import ModelConfig
 from omni.encoder.base import Encoder, build_encoder
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel, Unfilled, check_state
@@ -68,11 +66,20 @@ class TurnListener:
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> TurnListener | None:
         """The listener of a model folder in float32, its other weights left unread; None where it has no turn head."""
-        config = read_config(folder)
+        config, file = read_config(folder), local_path(folder) / WEIGHTS
         if not config.turn:
             return None
-        parts = _parts(config, local_path(folder) / WEIGHTS)
-        return cls.of(load_folder(folder, mute=True).model) if parts is None else cls(*parts)
+        with Unfilled():
+            encoder, head = build_encoder(config.encoder), nn.Linear(config.encoder.width, 2)
+        parts = nn.ModuleDict({"encoder": encoder, "turn_head": head})
+        with safe_open(file, "pt") as stored:
+            names = [name for name in stored.keys() if name.partition(".")[0] in parts]  # noqa: SIM118
+            if "turn_head.scale" in names:  # in int8
+                return cls.of(load_folder(folder, mute=True).model)
+            state = {name: stored.get_tensor(name) for name in names}
+        check_state(state, parts.state_dict(), str(file))
+        parts.load_state_dict(state, assign=True)
+        return cls(encoder.float(), head.float())
 
     @property
     def frames_per_second(self) -> float:
@@ -106,18 +113,3 @@ class TurnFrames:
         if frames < rule.frames or frames / self.rate < voiced - HANGOVER:
             return False
         return bool(ended(self.known[frames - rule.frames : frames], rule)[-1])
-
-
-def _parts(config: ModelConfig, file: Path) -> tuple[Encoder, nn.Linear] | None:
-    """Encoder and head with the weights of a file; None where these are in int8."""
-    with Unfilled():
-        encoder, head = build_encoder(config.encoder), nn.Linear(config.encoder.width, 2)
-    parts = nn.ModuleDict({"encoder": encoder, "turn_head": head})
-    with safe_open(file, "pt") as stored:
-        names = [name for name in stored.keys() if name.partition(".")[0] in parts]  # noqa: SIM118
-        if "turn_head.scale" in names:
-            return None
-        state = {name: stored.get_tensor(name) for name in names}
-    check_state(state, parts.state_dict(), str(file))
-    parts.load_state_dict(state, assign=True)
-    return encoder.float(), head.float()

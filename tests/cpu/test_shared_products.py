@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from omni.cpu import compiled_int8
+from omni.cpu.compiled import compiled_for_threads
 from omni.cpu.compiled_int8 import multiply
 from omni.utils import hardware
 
@@ -24,7 +25,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor, threads: int = 1) -> Tenso
 
 @pytest.fixture(params=[1, 3, "no runtime"])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(compiled_int8, "LEAST", 1)
+    monkeypatch.setattr(compiled_int8, "SHARED", 1)
     if request.param == "no runtime":
         monkeypatch.setattr(hardware, "_libgomp", lambda: None)
         return 2
@@ -46,9 +47,9 @@ def test_int8_is_exact(inputs: int, threads: int) -> None:
 
 def test_what_was_compiled_is_found_by_the_next_process() -> None:
     """Another object of the same function, as another process has it."""
-    compiled_int8.product_of_threads()
-    compiled_int8.product_of_threads.cache_clear()
-    assert compiled_int8.product_of_threads().cache_hits == 1
+    compiled_for_threads(compiled_int8.share_product)
+    compiled_for_threads.cache_clear()
+    assert compiled_for_threads(compiled_int8.share_product).cache_hits == 1
 
 
 @pytest.mark.long
@@ -71,5 +72,5 @@ def test_damaged_files_are_told_and_made_again(damage: bytes, tmp_path: Path) ->
     for path in kept:
         path.write_bytes(damage)
     out, told = run()
-    assert out == "3.0\n" and "clear is compiled again: what is kept of it in" in told and "_share_product is" in told
+    assert out == "3.0\n" and "clear is compiled again: what is kept of it in" in told and "share_product is" in told
     assert run() == ("3.0\n", "") and {path for path in kept if path.suffix == ".nbi"} <= set(tmp_path.rglob("*.nb?"))

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from omni.errors import UserError
-from omni.generate.options import GREEDY
-from omni.generate.sampling import Sampler, Sampling, candidates, draw, mode_of, penalise, per_stream, seed_key, uniform
+from omni.generate.options import GREEDY, Sampling
+from omni.generate.sampling import Sampler, candidates, draw, mode_of, penalise, per_stream, seed_key, uniform, write_rows
 from omni.layout import Layout
 from tests.generate.conftest import LAYOUTS
 
@@ -143,16 +143,15 @@ def test_a_row_draws_the_same_in_any_company(layout: Layout) -> None:
 
     def run(rows: list[int]) -> Tensor:
         sampler = Sampler(layout, len(rows))
-        for i, row in enumerate(rows):
-            sampler.set(i, per_stream(layout, plans[row]), seed_key(row))
-        every, modes = slice(0, len(rows)), sampler.modes(range(len(rows)))
+        settings = [per_stream(layout, plans[row]) for row in rows]
+        places = range(len(rows))
+        write_rows(sampler.targets, places, sampler.prepare(places, settings, [seed_key(row) for row in rows]))
+        every, modes = slice(0, len(rows)), sampler.modes(places)
         out = []
         for t in range(steps):
             step = torch.full((len(rows),), t)
-            ids = [
-                sampler.audio(audio[t, rows], every, step, modes[0]),
-                sampler.text(text[t, rows], every, step, modes[1])[:, None],
-            ]
+            ids = [sampler.draw(audio[t, rows], every, step, modes[0], text=False)]
+            ids += [sampler.draw(text[t, rows], every, step, modes[1], text=True)]
             out.append(torch.cat(ids, dim=1))
             sampler.remember(out[-1], every)
         return torch.stack(out)
@@ -173,10 +172,10 @@ def test_only_ids_that_the_layout_allows_are_drawn(layout: Layout, setting: Samp
         logits[k][:, ~allowed[k, :v]] = 50.0  # what is not allowed would always win
     sampler = Sampler(layout, 64)
     for row in range(64):
-        sampler.set(row, per_stream(layout, setting), seed_key(row))
+        write_rows(sampler.targets, [row], sampler.prepare([row], [per_stream(layout, setting)], [seed_key(row)]))
     rows, modes, step = slice(0, 64), sampler.modes(range(64)), torch.zeros(64, dtype=torch.long)
-    drawn = sampler.audio(torch.cat(logits[:-1], dim=1), rows, step, modes[0])
-    drawn = torch.cat([drawn, sampler.text(logits[-1], rows, step, modes[1])[:, None]], dim=1)
+    drawn = sampler.draw(torch.cat(logits[:-1], dim=1), rows, step, modes[0], text=False)
+    drawn = torch.cat([drawn, sampler.draw(logits[-1], rows, step, modes[1], text=True)], dim=1)
     assert allowed[torch.arange(len(layout)), drawn].all()
 
 

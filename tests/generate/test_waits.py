@@ -12,7 +12,7 @@ import torch
 from omni.generate.prefill import Fork, pack, prefill
 from omni.generate.rows import RunnerRow
 from omni.generate.runner import Runner
-from omni.generate.sampling import Sampler, Sampling, Staging, per_stream
+from omni.generate.sampling import Sampler, Sampling, per_stream, write_rows
 from omni.lora.attach import selection_of
 from omni.model.speech_model import SpeechModel
 from tests.generate.conftest import LAYOUTS, make_model
@@ -125,7 +125,7 @@ def test_what_is_staged_arrives_bit_for_bit() -> None:
         torch.tensor([True, False, True]),
         torch.tensor([[0.1, -0.0, float("inf"), 1e-42]] * 3) * torch.tensor([[1.0], [-1.0], [3.0]]),
     ]
-    Staging(targets).write([4, 0, 2], values)
+    write_rows(targets, [4, 0, 2], values)
     for target, value in zip(targets, values, strict=True):
         assert torch.equal(target[[4, 0, 2]], value) and not target[[1, 3, 5]].any()
     assert torch.equal(targets[3][[4, 0, 2]].view(torch.int32), values[3].view(torch.int32))
@@ -141,6 +141,6 @@ def test_rows_set_together_equal_rows_set_alone() -> None:
     keys, rows = [1 << 62, -5, 7], [3, 0, 2]
     alone, together = Sampler(layout, 4), Sampler(layout, 4)
     for row, plan, key in zip(rows, plans, keys, strict=True):
-        alone.set(row, plan, key)
-    Staging(together.targets).write(rows, together.prepare(rows, plans, keys))
+        write_rows(alone.targets, [row], alone.prepare([row], [plan], [key]))
+    write_rows(together.targets, rows, together.prepare(rows, plans, keys))
     assert all(map(torch.equal, alone.targets, together.targets)) and alone.modes(range(4)) == together.modes(range(4))
