@@ -13,8 +13,7 @@ from omni import plugins
 from omni.checkpoint.folder import save_folder
 from omni.codec.registry import CODECS
 from omni.text import Tokenizer
-from tests.generate.conftest import LAYOUTS, begun, chatty, layout, make_model
-from tests.generate.test_adapters import folders
+from tests.generate.conftest import LAYOUTS, begun, chatty, folders, layout, make_model
 
 __all__ = ["begun", "chatty", "folders", "layout"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from omni.engine import prefill_ahead
 from omni.engine.answer import Seat
 from omni.engine.engine import Engine
 from omni.engine.prefill_ahead import HOLD, LEAST, columns_in, plan
-from omni.engine.stepping import Requests, SteppingThread
+from omni.engine.stepping import SteppingThread
 from omni.errors import UserError
 from omni.generate.history import Exchange, common_prefix, fit, forgotten, lay_out
 from omni.generate.prefill import pack, prefill
@@ -29,7 +28,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.tasks import Turn, answer, prompt, system_message
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import ASKED, WARM, answered, inside, plain_hidden
+from tests.generate.session_toys import ASKED, WARM, inside, plain_hidden
 
 ROW = 120
 TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, "max_seconds": 0.4, "max_tokens": 15}
@@ -181,22 +180,6 @@ def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> Non
     ahead = held(True)
     idle()
     assert ahead == held(False)
-
-
-@pytest.mark.long
-def test_a_loop_of_asyncio_feeds_ahead_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, ahead = make_lm(LAYOUTS["pad"]), list[int]()
-    monkeypatch.setattr(Requests, "refill", lambda requests, refill: ahead.append(len(refill.keys)))
-
-    async def run() -> None:
-        async with lm.session(**TALK) as session:
-            for turn in range(9):
-                await answered(session, *ASKED[turn % 5])
-
-    talk(lm, 9, wait=False)
-    wanted, ahead = ahead, []
-    asyncio.run(run())
-    assert ahead == wanted != []
 
 
 @pytest.mark.long

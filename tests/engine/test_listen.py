@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from omni.engine import stepping
 from omni.engine.engine import Engine
 from omni.engine.intake import Intake
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -21,8 +20,8 @@ from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter, remove_adapter
 from omni.lora.config import LoRAConfig
 from tests.generate.conftest import SHAPES
-from tests.generate.listening_toys import listener, pieces, same, sound, wait_until_heard
-from tests.generate.session_toys import TALKATIVE, inside
+from tests.generate.listening_toys import listener, pieces, sound, wait_until_heard
+from tests.generate.session_toys import TALKATIVE, inside, same
 
 QUESTIONS: list[tuple[Any, str]] = [
     (sound(0.7, 1), "A1A2"), ("and then?", "T1A2"), (sound(1.4, 2), "A1A2"), (sound(0.2, 3), "A1T2"), (sound(2.0, 4), "A1A2")
@@ -186,7 +185,6 @@ def test_who_only_reads_is_stepped_between(monkeypatch: pytest.MonkeyPatch) -> N
     """A program that reads as fast as it can, and one that pushes, both come on."""
     lm = listener()
     options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens": 10**4}
-    assert stepping.Watermarks()
     with lm.session(**options) as one, lm.session(**options) as two:
         events, stop = one.ask(sound(0.3)), threading.Event()
         count = [0]

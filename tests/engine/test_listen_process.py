@@ -23,8 +23,8 @@ from omni.generate.session import Session, Sessions
 from omni.generate.speech_lm import SpeechLM
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_model
-from tests.generate.listening_toys import CHUNK, ENCODER, QUESTIONS, TALK, heard, left, listener, pieces, same, sound
-from tests.generate.session_toys import answered
+from tests.generate.listening_toys import CHUNK, ENCODER, QUESTIONS, TALK, heard, left, listener, pieces, sound
+from tests.generate.session_toys import answered, same
 
 pytestmark = pytest.mark.long
 

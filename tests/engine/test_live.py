@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from omni.engine import intake, sound, stats
+from omni.engine import intake, sound
 from omni.engine.answer import Seat
 from omni.engine.batch import Slots
 from omni.engine.intake import Entering, admit
@@ -81,28 +81,6 @@ def test_rows_that_are_stepped_are_neighbours() -> None:
     slots.give(seats[7])
     assert slots.closer(23, origin=False) == 7  # where nobody is
     assert slots.exchange(23, 7) is None and seats[23].slot == 7 and slots.holders[23] is None
-
-
-def test_figures_may_be_cleared_while_they_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    for _ in range(40):
-        recorder.stepped(2, 0.01)
-        recorder.sounded(-0.1)
-
-    def percentile(lateness: list[float], _: float) -> float:
-        recorder.clear()
-        return lateness[-1]
-
-    def fit(steps: Any) -> tuple[float, float]:
-        recorder.clear()
-        return 0.0, 0.005
-
-    monkeypatch.setattr(stats, "_fit", fit)
-    assert recorder.cost() == (0.0, 0.005)
-    for _ in range(40):
-        recorder.sounded(-0.1)
-    monkeypatch.setattr("omni.engine.stats.np.percentile", percentile)
-    assert recorder.late() == -0.1
 
 
 def test_one_more_is_let_in_while_sound_stays_early() -> None:

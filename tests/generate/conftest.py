@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from omni.engine import intake as entering_module
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
+from omni.lora.attach import add_adapter
+from omni.lora.config import LoRAConfig
+from omni.lora.peft import save_adapter, weights_of
+from omni.model.linears import base_checksum
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 
@@ -24,6 +29,7 @@ LAYOUTS = {
     "sampled": Layout.build([14] * 3, 256, specials=5, fill="sampled", features="add", delays=[1, 2, 2]),
 }
 SHAPES = {"full": {}, "window": {"window": 9}}
+TARGETS = {"small": ("decoder.blocks.0.*",), "wide": ("encoder.*", "projector.*", "decoder.*_head", "decoder.blocks.*")}
 
 
 class EchoCodec(AudioCodec):
@@ -126,6 +132,22 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, int]]:
     monkeypatch.setattr(entering_module, "pack", watched_pack)
     monkeypatch.setattr(Runner, "begin", watched_begin)
     return seen
+
+
+@pytest.fixture
+def folders(layout: Layout, tmp_path: Path) -> Path:
+    """Folders of adapters (`TARGETS`) that were trained beside the model in full precision."""
+    for seed, (name, targets) in enumerate(TARGETS.items()):
+        model = make_model(layout)
+        torch.manual_seed(10 + seed)
+        chosen = add_adapter(model, LoRAConfig(targets, rank=3))
+        base = base_checksum(model, chosen)
+        with torch.no_grad():
+            for key, p in model.named_parameters():
+                if key.endswith(".b"):
+                    p.normal_(std=0.1)
+        save_adapter(tmp_path / name, weights_of(model, model.state_dict(), base=base))
+    return tmp_path
 
 
 def tone(seconds: float, pitch: float = 220.0) -> Tensor:

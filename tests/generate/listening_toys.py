@@ -17,7 +17,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, make_lm
-from tests.generate.session_toys import TALKATIVE, inside
+from tests.generate.session_toys import TALKATIVE, inside, same
 
 ENCODER = WhisperConfig(width=16, heads=2, layers=2, window_seconds=3.0, mode="chunked", long_audio="split", chunk_ms=160)
 CHUNK = 4
@@ -72,11 +72,6 @@ def heard(lm: SpeechLM, session: Session, question: Any, task: str, wait: bool, 
     if wait:
         wait_until_heard(lm)
     return session.ask(listening, task, **options).answer()
-
-
-def same(one: Any, other: Any) -> None:
-    assert (one.text, one.tokens, one.ended, one.error) == (other.text, other.tokens, other.ended, other.error)
-    assert (one.codes is None) == (other.codes is None) and (one.codes is None or one.codes.equal(other.codes))
 
 
 def same_cache(lm: SpeechLM, one: Session, other: Session) -> None:

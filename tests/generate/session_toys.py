@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -35,6 +36,26 @@ def inside(session: Session) -> Conversation:
     """A session's conversation in the engine of this process."""
     conversation: Conversation = session._link.conversations[session._number]  # type: ignore[attr-defined]
     return conversation
+
+
+def equal(one: Answer, other: Answer) -> bool:
+    """Whether two answers say the same."""
+    codes = one.codes is other.codes or (one.codes is not None and other.codes is not None and one.codes.equal(other.codes))
+    return (one.text, one.tokens) == (other.text, other.tokens) and codes
+
+
+def same(one: Answer, other: Answer) -> None:
+    """Assert that two answers say the same and end the same."""
+    assert (one.text, one.tokens, one.ended, one.error) == (other.text, other.tokens, other.ended, other.error)
+    assert equal(one, other)
+
+
+def is_free(lm: SpeechLM) -> bool:
+    """Whether all slots are let go within some seconds."""
+    slots, end = lm.engine._batch.slots, time.monotonic() + 5
+    while slots.free < len(slots.holders) and time.monotonic() < end:
+        time.sleep(0.001)
+    return slots.free == len(slots.holders)
 
 
 def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Tensor:

@@ -8,35 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from omni.cpu.int8 import to_int8
 from omni.errors import UserError
+from omni.generate.options import GREEDY
 from omni.generate.runner import Runner
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.lora.attach import adapted, add_adapter, remove_adapter
-from omni.lora.config import LoRAConfig
-from omni.lora.peft import merged_state, save_adapter, weights_of
-from omni.model.linears import base_checksum
+from omni.lora.attach import adapted
+from omni.lora.peft import merged_state
 from omni.model.speech_model import SpeechModel
-from tests.generate.conftest import make_lm, make_model, tone
+from tests.generate.conftest import TARGETS, make_lm, tone
+from tests.generate.session_toys import equal
 
-TARGETS = {"small": ("decoder.blocks.0.*",), "wide": ("encoder.*", "projector.*", "decoder.*_head", "decoder.blocks.*")}
 DRAWN = Sampling(temperature=0.8)
-
-
-@pytest.fixture
-def folders(layout: Layout, tmp_path: Path) -> Path:
-    for seed, (name, targets) in enumerate(TARGETS.items()):
-        model = make_model(layout)
-        torch.manual_seed(10 + seed)
-        chosen = add_adapter(model, LoRAConfig(targets, rank=3))
-        base = base_checksum(model, chosen)
-        with torch.no_grad():
-            for key, p in model.named_parameters():
-                if key.endswith(".b"):
-                    p.normal_(std=0.1)
-        save_adapter(tmp_path / name, weights_of(model, model.state_dict(), base=base))
-    return tmp_path
 
 
 def merged(layout: Layout, folder: Path) -> SpeechLM:
@@ -52,12 +37,6 @@ def merged(layout: Layout, folder: Path) -> SpeechLM:
     return plain
 
 
-def same(a, b) -> bool:
-    return a.tokens == b.tokens and a.text == b.text and (a.codes is None) == (b.codes is None) and (
-        a.codes is None or torch.equal(a.codes, b.codes)
-    )  # fmt: skip
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist: bool) -> None:
@@ -65,43 +44,28 @@ def test_each_session_answers_with_its_own(layout: Layout, folders: Path, assist
     assert [lm.load_adapter(folders / name) for name in TARGETS] == list(TARGETS)
     options = {"sampling": DRAWN, "seed": 3, "max_seconds": 1.0, "text_assist": assist}
     found = {name: lm.generate(tone(0.5), adapter=name, **options) for name in (None, *TARGETS)}  # type: ignore[arg-type]
-    assert same(found[None], make_lm(layout).generate(tone(0.5), **options))  # type: ignore[arg-type]
+    assert equal(found[None], make_lm(layout).generate(tone(0.5), **options))  # type: ignore[arg-type]
     for name in TARGETS:
-        assert same(found[name], merged(layout, folders / name).generate(tone(0.5), **options)), name  # type: ignore[arg-type]
-    assert not same(found["small"], found["wide"]) and not same(found[None], found["small"])
+        assert equal(found[name], merged(layout, folders / name).generate(tone(0.5), **options)), name  # type: ignore[arg-type]
+    assert not equal(found["small"], found["wide"]) and not equal(found[None], found["small"])
 
 
-@pytest.mark.sampled(1)
-def test_sessions_with_other_adapters_do_not_disturb_each_other(layout: Layout, folders: Path) -> None:
-    lm = make_lm(layout)
-    for name in TARGETS:
-        lm.load_adapter(folders / name)
-    names = (None, *TARGETS)
-    alone = {name: lm.generate(tone(0.4), adapter=name, max_seconds=0.8) for name in names}
-    sessions = {name: lm.session(adapter=name, max_seconds=0.8) for name in names}
-    streams = {name: session.ask(tone(0.4)) for name, session in sessions.items()}
-    while streams:
-        for name in list(streams):
-            if next(streams[name], None) is None:
-                del streams[name]
-    for name, session in sessions.items():
-        turn = session.turns[-1]
-        assert turn.text == alone[name].tokens and torch.equal(turn.codes, alone[name].codes)
-        session.close()
-
-
-@pytest.mark.sampled(1)
-def test_rows_of_a_batch_have_their_own(layout: Layout, folders: Path) -> None:
-    lm = make_lm(layout)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("numbers", ["fp32", "int8"])
+def test_rows_of_a_batch_have_their_own(layout: Layout, folders: Path, numbers: str) -> None:
+    lm, sampling = make_lm(layout), DRAWN
+    if numbers == "int8":
+        to_int8(lm.model)
+        sampling = GREEDY  # int8 may round what comes in the other way for a last bit of a sum, which can turn a draw
     for name in TARGETS:
         lm.load_adapter(folders / name)
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
     names = [None, "wide", "small", "wide", None, "small"]
-    together = lm.generate(questions, seed=5, sampling=DRAWN, max_seconds=0.8, batch_size=4, adapter=names)
+    together = lm.generate(questions, seed=5, sampling=sampling, max_seconds=0.8, batch_size=4, adapter=names)
     for question, name, answer in zip(questions, names, together, strict=True):
-        assert same(answer, lm.generate(question, seed=5, sampling=DRAWN, max_seconds=0.8, adapter=name)), name
+        assert equal(answer, lm.generate(question, seed=5, sampling=sampling, max_seconds=0.8, adapter=name)), name
     everyone = lm.generate(questions[:2], max_seconds=0.8, adapter="small")
-    assert same(everyone[1], lm.generate(questions[1], max_seconds=0.8, adapter="small"))
+    assert equal(everyone[1], lm.generate(questions[1], max_seconds=0.8, adapter="small"))
 
 
 def test_adapters_can_be_listed_and_removed(layout: Layout, folders: Path) -> None:
@@ -121,7 +85,7 @@ def test_adapters_can_be_listed_and_removed(layout: Layout, folders: Path) -> No
     lm.remove_adapter("small")
     with pytest.raises(UserError, match="the model's adapters are none"):
         lm.remove_adapter("small")
-    assert same(lm.generate(tone(0.4), max_seconds=0.4), plain)
+    assert equal(lm.generate(tone(0.4), max_seconds=0.4), plain)
     assert lm.load_adapter(folders / "small") == "small"
 
 
@@ -154,18 +118,6 @@ def test_an_adapter_stays_while_an_answer_uses_it(layout: Layout, folders: Path,
     assert refused and lm.adapters == ()
 
 
-def test_a_session_whose_adapter_is_taken_away_says_so(layout: Layout, folders: Path) -> None:
-    lm = make_lm(layout)
-    for name in ("small", "wide"):
-        lm.load_adapter(folders / name)
-    with lm.session(adapter="small", max_seconds=0.4) as session:
-        session.ask(tone(0.3)).answer()
-        remove_adapter(lm.model, "small")
-        with pytest.raises(UserError, match="no adapter 'small'; the model's adapters are wide"):
-            session.ask(tone(0.3)).answer()
-        assert len(session.turns) == 1
-
-
 @pytest.mark.sampled(1)
 def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(layout: Layout, folders: Path) -> None:
     """What a session's cache holds was made with the first."""
@@ -187,4 +139,4 @@ def test_another_adapter_of_the_same_name_answers_with_nothing_of_the_first(layo
         events = session.ask("hello", "T1A2")
         next(events)
         session.cancel()
-        assert same(found, session.ask("and", "T1A2").answer())
+        assert equal(found, session.ask("and", "T1A2").answer())

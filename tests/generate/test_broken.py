@@ -80,22 +80,6 @@ def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool)
     assert (talk(chatty), batch(chatty)) == expected
 
 
-@pytest.mark.long
-def test_a_row_that_moves_up_finds_nothing_of_its_slot_s_last_holder() -> None:
-    """The first rows break at once, and those behind them move into their slots."""
-    lm = make_lm(LAYOUTS["pad"])
-    huge = huge_adapter(lm)
-    questions = ["a rather long question", "hi", "and then?", "say that again"]
-    options: dict[str, Any] = {"task": "T1A2", "max_seconds": 1.5, "sampling": TALKATIVE}
-    alone = [said(lm.generate(question, **options)) for question in questions[:3]]
-    answers = lm.generate(questions, adapter=[None, None, None, huge], **options)
-    assert broke(answers[3]) and [said(answer) for answer in answers[:3]] == alone
-    adapters = [None, huge, huge, None]
-    answers = lm.generate(questions, adapter=adapters, **options)
-    assert [broke(answer) for answer in answers] == [name is not None for name in adapters]
-    assert said(answers[0]) == alone[0] and answers[3].ended != "error"
-
-
 # --- neighbours ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,22 +123,6 @@ def test_features_that_are_not_finite_are_refused_and_spoil_no_clip_beside_them(
         assert broke(session.ask("and", "T1A2").answer()) and len(session.turns) == 1
     answers = lm.generate(clips, adapter=[None, huge, None], **SHORT)
     assert broke(answers[1]) and [said(answers[i]) for i in (0, 2)] == [clean[0], clean[2]]
-
-
-def test_clips_with_nan_leave_those_beside_them_alone() -> None:
-    """The encoder lays clips one behind the other; what lies between them is silence, whatever is in them."""
-    encoder = make_lm(LAYOUTS["pad"]).model.encoder
-    torch.manual_seed(0)
-    lengths = [9, 20, 20, 31, 12]
-    mels = torch.randn(5, 80, 31)
-    frames = [(n + 1) // 2 for n in lengths]
-    with torch.no_grad():
-        clean = encoder(mels, lengths, frames).split(frames)
-        for odd in range(5):
-            spoilt = mels.clone()
-            spoilt[odd] = NAN
-            for i, heard in enumerate(encoder(spoilt, lengths, frames).split(frames)):
-                assert heard.isnan().all() if i == odd else torch.equal(heard, clean[i])
 
 
 def test_a_codec_that_fails_for_one_answer_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,13 +202,16 @@ def test_captured_and_late_equals_plain(
     assert all(sum(map(len, runner._records._hosts.values())) <= 3 and not runner._records._pending for runner in runners)
 
 
-def test_results_are_one_step_late(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
+def test_results_are_one_step_late_and_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
+    """Capturing a step takes some steps before it; cache and rows must not notice."""
     lm = make_lm(layout)
     with lm.session(max_tokens=20) as session:
-        list(session.ask("hello", "T1T2"))
+        list(session.ask("hello", "T1T2"))  # 8 columns
         (runner,) = as_if_on_a_gpu
         assert inside(session)._last is not None
-        assert int(runner.state.cursor.step[0]) == len(inside(session)._last.reply.columns) + 1
+        steps = int(runner.state.cursor.step[0])
+        assert steps == len(inside(session)._last.reply.columns) + 1
+        assert int((runner.cache.positions[0] >= 0).sum()) == 8 + steps - 1
 
 
 @pytest.mark.long
@@ -239,15 +242,6 @@ def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if
     lm.engine.close()
     assert Nothing.homeless == 0 and getattr(HERE, "device", None) is None
     assert torch.cuda.Event() is not None and Nothing.homeless == 1  # and it would have been counted
-
-
-def test_a_rehearsal_writes_nothing(layout: Layout, as_if_on_a_gpu: list[Runner]) -> None:
-    """Capturing a step takes some steps before it; cache and rows must not notice."""
-    lm = make_lm(layout)
-    with lm.session(max_tokens=20) as session:
-        list(session.ask("hello", "T1T2"))  # 8 columns
-        (runner,) = as_if_on_a_gpu
-        assert int((runner.cache.positions[0] >= 0).sum()) == 8 + int(runner.state.cursor.step[0]) - 1
 
 
 # --- what a graph does not see ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,14 @@ from omni.errors import UserError
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.lora.attach import activate, add_adapter, attach
-from omni.lora.config import LoRAConfig
-from omni.lora.peft import load_adapter, save_adapter, weights_of
-from omni.model.linears import base_checksum
-from tests.generate.conftest import make_lm, make_model, tone
+from omni.lora.attach import activate, attach
+from omni.lora.peft import load_adapter
+from tests.generate.conftest import TARGETS, make_lm, tone
+from tests.generate.session_toys import equal
 
 DRAWN = Sampling(temperature=0.8)
 NEAR, FAR = 0.06, 0.15
 """Relative distances of logits: of int8, which rounds what comes in too, and of what acts."""
-
-TARGETS = {"small": ("decoder.blocks.0.*",), "wide": ("encoder.*", "projector.*", "decoder.audio_head", "decoder.blocks.*")}
 
 
 def quantised(layout: Layout, **more: object) -> SpeechLM:
@@ -46,22 +42,6 @@ def dequantised(layout: Layout, **more: object) -> SpeechLM:
     return lm
 
 
-@pytest.fixture
-def adapters(layout: Layout, tmp_path: Path) -> Path:
-    """Folders of adapters that were trained beside the model in full precision."""
-    for seed, (name, targets) in enumerate(TARGETS.items()):
-        model = make_model(layout)
-        torch.manual_seed(10 + seed)
-        chosen = add_adapter(model, LoRAConfig(targets, rank=3))
-        base = base_checksum(model, chosen)
-        with torch.no_grad():
-            for key, p in model.named_parameters():
-                if key.endswith(".b"):
-                    p.normal_(std=0.1)
-        save_adapter(tmp_path / name, weights_of(model, model.state_dict(), base=base))
-    return tmp_path
-
-
 def logits(lm: SpeechLM) -> Tensor:
     tokens = torch.stack(
         [torch.randint(s.size, (2, 9), generator=torch.Generator().manual_seed(1)) for s in lm.layout.streams], 1
@@ -76,43 +56,25 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TARGETS)
-def test_an_adapter_acts_as_beside_the_dequantised_weights(layout: Layout, adapters: Path, name: str) -> None:
+def test_an_adapter_acts_as_beside_the_dequantised_weights(layout: Layout, folders: Path, name: str) -> None:
     found, wanted = quantised(layout), dequantised(layout)
     before = logits(wanted)
     assert apart(logits(found), before) < NEAR
-    assert found.load_adapter(adapters / name) == name
-    attach(wanted.model, load_adapter(adapters / name).modules(), name)  # unchecked: it was trained beside others
+    assert found.load_adapter(folders / name) == name
+    attach(wanted.model, load_adapter(folders / name).modules(), name)  # unchecked: it was trained beside others
     for lm in (found, wanted):
         activate(lm.model, name)
     assert apart(logits(found), logits(wanted)) < NEAR < FAR < apart(logits(wanted), before)
 
 
-def same(a, b) -> bool:
-    return a.tokens == b.tokens and a.text == b.text and torch.equal(a.codes, b.codes)
-
-
-@pytest.mark.sampled(1)
-def test_rows_answer_alone_as_in_company_each_with_its_adapter(layout: Layout, adapters: Path) -> None:
-    lm = quantised(layout)
-    for name in TARGETS:
-        lm.load_adapter(adapters / name)
-    questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(6)]
-    names: Sequence[str | None] = [None, "wide", "small", "wide", None, "small"]
-    asked = {"seed": 5, "sampling": DRAWN, "max_seconds": 0.8}
-    together = lm.generate(questions, batch_size=4, adapter=names, **asked)  # type: ignore[arg-type]
-    for question, name, answer in zip(questions, names, together, strict=True):
-        assert same(answer, lm.generate(question, adapter=name, **asked)), name  # type: ignore[arg-type]
-    assert not same(together[0], lm.generate(questions[0], adapter="wide", **asked))  # type: ignore[arg-type]
-
-
-def test_an_adapter_of_another_model_is_refused(layout: Layout, adapters: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(layout: Layout, folders: Path) -> None:
     other = make_lm(layout, seed=1)
     to_int8(other.model)
     with pytest.raises(UserError, match="their checksum differs"):
-        other.load_adapter(adapters / "small")
+        other.load_adapter(folders / "small")
     with pytest.raises(UserError, match="has adapters or edits beside it"):
         lm = make_lm(layout)
-        lm.load_adapter(adapters / "small")
+        lm.load_adapter(folders / "small")
         to_int8(lm.model)
 
 
@@ -130,9 +92,9 @@ def test_edits_act_as_beside_the_dequantised_weights(layout: Layout, tmp_path: P
     save_edits(tmp_path / "edits", Edits(deltas).signed(plain.model))
     own, asked = load_edits(tmp_path / "edits", found.model), {"max_seconds": 0.6}
     answers = found.generate([tone(0.3), tone(0.5)], edits=[own, None], **asked)  # type: ignore[arg-type]
-    assert same(answers[0], found.generate(tone(0.3), edits=own, **asked))  # type: ignore[arg-type]
-    assert same(answers[1], found.generate(tone(0.5), **asked))  # type: ignore[arg-type]
-    assert not same(answers[0], found.generate(tone(0.3), **asked))  # type: ignore[arg-type]
+    assert equal(answers[0], found.generate(tone(0.3), edits=own, **asked))  # type: ignore[arg-type]
+    assert equal(answers[1], found.generate(tone(0.5), **asked))  # type: ignore[arg-type]
+    assert not equal(answers[0], found.generate(tone(0.3), **asked))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="model"):
         load_edits(tmp_path / "edits", quantised(layout, seed=1).model)
 
@@ -145,4 +107,4 @@ def test_a_tied_model_answers_the_same_alone(layout: Layout) -> None:
     questions = [tone(0.3 + 0.1 * i, 200 + 30 * i) for i in range(5)]
     asked = {"seed": 2, "sampling": DRAWN, "max_seconds": 0.8}
     for question, answer in zip(questions, lm.generate(questions, **asked), strict=True):  # type: ignore[arg-type]
-        assert same(answer, lm.generate(question, **asked))  # type: ignore[arg-type]
+        assert equal(answer, lm.generate(question, **asked))  # type: ignore[arg-type]

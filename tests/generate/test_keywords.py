@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from omni.errors import UserError
-from omni.generate.history import Exchange
 from omni.generate.options import GREEDY, make_options
 from omni.generate.reply import StopText
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
-from omni.layout import Layout
 from tests.generate.conftest import LAYOUTS, make_lm, tone
-from tests.generate.session_toys import inside
 
 SAMPLING = {
     "openai": ({"temperature": 0.7, "top_p": 0.9}, Sampling(0.7, top_p=0.9)),
@@ -36,20 +33,6 @@ SAMPLING = {
 def test_names_of_the_sampling_are_a_sampling(name: str) -> None:
     keywords, wanted = SAMPLING[name]
     assert make_options(keywords).sampling == wanted
-
-
-@pytest.mark.sampled(1)
-def test_every_door_takes_them(layout: Layout) -> None:
-    lm = make_lm(layout)
-    limits: dict[str, Any] = {"seed": 3, "max_seconds": 0.4}
-    wanted = lm.generate("hello", "T1A2", sampling=Sampling(0.9, 20), **limits)
-    given: dict[str, Any] = {"temperature": 0.9, "top_k": 20, **limits}
-    assert lm.generate("hello", "T1A2", **given).tokens == wanted.tokens
-    assert "".join(e.text for e in lm.stream("hello", "T1A2", **given) if isinstance(e, TextDelta)) == wanted.text
-    assert lm.generate(["hello", "you"], "T1A2", **given)[0].tokens == wanted.tokens
-    with lm.session(**given) as session:
-        assert inside(session).options.sampling == Sampling(0.9, 20)
-    assert wanted.tokens != lm.generate("hello", "T1A2", **limits).tokens
 
 
 @pytest.mark.long
@@ -138,21 +121,6 @@ def test_an_answer_ends_before_a_stop_string(lm: SpeechLM, task: str) -> None:
     assert "".join(e.text for e in events if isinstance(e, TextDelta)) == answer.text
     if answer.audio is not None:
         assert sum(len(e.samples) for e in events if isinstance(e, AudioChunk)) == len(answer.audio)
-
-
-def test_the_next_turn_knows_only_what_came_before_the_stop(lm: SpeechLM) -> None:
-    options: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "seed": 5, "max_tokens": 30}
-    whole = lm.generate("hello", "T1T2", **options)
-    with lm.session(stop=whole.text[8:10], **options) as session:
-        first = session.ask("hello", "T1T2").answer()
-        assert first.ended == "stop" and session.turns[0].text == first.tokens
-        second = session.ask("and?", "T1T2").answer()
-        past = session.turns
-    assert lm.tokenizer.decode(past[1].text or ()) == second.text
-    with lm.session(stop=whole.text[8:10], **options) as session:
-        inside(session)._past = [Exchange(past[0], 0)]  # as if nothing had been cut
-        inside(session)._asked = 1
-        assert session.ask("and?", "T1T2").answer().tokens == second.tokens
 
 
 def test_an_end_gives_what_a_stop_held_back(lm: SpeechLM) -> None:

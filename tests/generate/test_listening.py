@@ -19,14 +19,11 @@ from omni.engine.prefill_ahead import Listen
 from omni.engine.stepping import Requests
 from omni.errors import SoundWarning
 from omni.generate.listening import FeatureStream
-from omni.generate.question import Asked, encode_questions
 from omni.generate.results import Clock
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
-from omni.tasks import Turn, find_task
-from tests.close import assert_near
 from tests.generate.conftest import LAYOUTS, SHAPES
 from tests.generate.listening_toys import (
     CHUNK,
@@ -36,13 +33,11 @@ from tests.generate.listening_toys import (
     heard,
     left,
     listener,
-    pieces,
-    same,
     same_cache,
     sound,
     wait_until_heard,
 )
-from tests.generate.session_toys import answered, inside
+from tests.generate.session_toys import answered, inside, same
 
 __all__ = ["left"]
 
@@ -279,21 +274,6 @@ def test_so_it_is_after_an_answer_that_was_interrupted_while_it_came(lm: SpeechL
 
 
 # --- the features -----------------------------------------------------------------------------------------------------------
-
-
-def test_features_of_a_stream_are_those_of_the_whole(lm: SpeechLM) -> None:
-    for clip in (sound(3.61), sound(0.16), sound(0.17), sound(1 / 16_000), sound(6.5)):
-        stream = FeatureStream(lm.model, "A1A2")
-        for piece in pieces(clip):
-            stream.push(piece)
-            while stream.due:
-                assert stream.advance()
-        (whole,) = encode_questions(lm.model, [Asked(Turn(find_task("A1A2"), features=1), clip)])
-        found = stream.finish()
-        assert whole is not None and (found is not None or len(clip) < 2560)
-        if found is not None:
-            assert_near(found, whole, 1e-5)
-            assert stream.finish() is found and stream.sound.equal(clip)
 
 
 def test_listens_take_turns(lm: SpeechLM) -> None:

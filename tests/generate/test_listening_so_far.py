@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.engine.test_listen_process import Here
-from tests.generate.listening_toys import TALK, left, listener, same, sound, wait_until_heard
+from tests.generate.listening_toys import TALK, left, listener, sound, wait_until_heard
+from tests.generate.session_toys import same
 
 __all__ = ["left"]
 

@@ -16,7 +16,8 @@ from omni.generate.turn_end import EndRule, TurnFrames, TurnListener
 from omni.model.speech_model import SpeechModel
 from tests.close import assert_near
 from tests.engine.test_listen_process import Here
-from tests.generate.listening_toys import TALK, listener, pieces, same, sound, wait_until_heard
+from tests.generate.listening_toys import TALK, listener, pieces, sound, wait_until_heard
+from tests.generate.session_toys import same
 
 
 @pytest.fixture(scope="module")

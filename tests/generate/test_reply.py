@@ -52,14 +52,6 @@ def test_a_broken_character_at_the_end_is_shown_at_last() -> None:
     assert stream.finish() == "\ufffd"
 
 
-def test_tokens_of_counts_whole_tokens() -> None:
-    tokenizer = Tokenizer.bytes()
-    stream = TextStream(tokenizer)
-    for token in tokenizer.encode("añb"):  # 1 + 2 + 1 bytes
-        stream.push(token)
-    assert [stream.tokens_of(n) for n in range(5)] == [0, 1, 3, 4, 4]
-
-
 def byte_fallback() -> Tokenizer:
     """A tokenizer of which half a character in a run of bytes spoils the whole run: each byte is then one of its own."""
     inner = tokenizers.Tokenizer(models.BPE(vocab={f"<0x{i:02X}>": i for i in range(256)}, merges=[], byte_fallback=True))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.cursor import Cursor
 from omni.generate.options import GREEDY
@@ -94,30 +93,6 @@ def test_a_batch_equals_the_slow_way_row_by_row(model: SpeechModel, chunk: int) 
         assert said[row] == slow(model, which, 25)
 
 
-@pytest.mark.sampled(1)
-def test_rows_join_and_leave_between_steps(model: SpeechModel) -> None:
-    """Rows that come while others are being written, into slots that others have left, write what they write alone."""
-    for sampling in (GREEDY, Sampling(1.0), Sampling(1.0, top_k=6, repetition_penalty=1.3)):
-        runner = Runner(model, 3, 60)
-        said: dict[RunnerRow, list[StepOutput]] = {}
-        order = [*begin(runner, [0, 1], sampling=sampling)]
-        todo = [2, 3, 0]
-        while any(runner.rows):
-            for row, written in runner.results():
-                said.setdefault(row, []).append(written)
-                if written.done or len(said[row]) == 9:
-                    runner.leave(row)
-            runner.step()
-            if todo and None in runner.rows:
-                order += begin(runner, [todo.pop(0)], first=runner.rows.index(None), sampling=sampling)
-        assert len(order) == 5
-        for which, row in zip([0, 1, 2, 3, 0], order, strict=True):
-            alone = Runner(model, 1, 60)
-            begin(alone, [which], sampling=sampling)
-            (expected,) = collect(alone, {}, steps=9).values()
-            assert said[row] == expected
-
-
 @pytest.mark.sampled(3)
 def test_hidden_states_do_not_depend_on_padding_or_chunks(model: SpeechModel) -> None:
     layout = model.layout
@@ -183,63 +158,6 @@ def test_heads_that_no_row_needs_are_skipped(monkeypatch: pytest.MonkeyPatch, la
             assert calls["text"] == len(said) and calls["audio"] == 0
         else:
             assert calls["text"] == min(text_columns, len(said)) and 0 < calls["audio"] <= len(said)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what waits for the device: reading one number."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_reads_the_device_once_whatever_the_rows_and_streams(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
-    lists = []
-    tolist = Tensor.tolist
-    monkeypatch.setattr(Tensor, "tolist", lambda self: lists.append(self.shape) or tolist(self))
-    runner = Runner(make_model(layout), 3, 60)
-    begin(runner, [0, 1, 3], sampling=Sampling(1.0, top_k=4, repetition_penalty=1.1))
-    runner.results()
-    lists.clear()
-    with HostReads() as reads:
-        for _ in range(5):
-            runner.step()
-    assert reads.count <= 5 and not lists  # the cache's check of its bounds, on the CPU only
-    runner.results()
-    assert len(lists) == 5
-
-
-@pytest.mark.sampled(1)
-def test_a_row_that_is_done_writes_nothing_more(layout: Layout) -> None:
-    """The host may notice an end late: until then the row is fed at position -1."""
-    runner = Runner(make_model(layout), 1, 200)
-    begin(runner, [0], sampling=Sampling(2.0))
-    done_at = None
-    for _ in range(150):
-        runner.step()
-        if done_at is None and bool(runner.state.cursor.done[0]):
-            done_at = int(runner.state.cursor.step[0])
-            held = runner.cache.positions.clone()
-    assert done_at is not None and torch.equal(runner.cache.positions, held)
-    said = [w for _, w in runner.results()]
-    assert len(said) == done_at and said[-1].done and not any(w.done for w in said[:-1])
-
-
-def test_a_row_that_left_writes_nothing_more(layout: Layout) -> None:
-    """A slot before live rows is stepped along, but what its cache holds stays for the next turn."""
-    runner = Runner(make_model(layout), 2, 200)
-    first, _ = begin(runner, [0, 1])
-    for _ in range(3):
-        runner.step()
-    runner.leave(first)
-    kept = [t[0].clone() for t in (runner.cache.positions, torch.stack(runner.cache.keys, 1))]
-    for _ in range(5):
-        runner.step()
-    now = [t[0] for t in (runner.cache.positions, torch.stack(runner.cache.keys, 1))]
-    assert torch.equal(now[0], kept[0]) and torch.equal(now[1][:, kept[0] >= 0], kept[1][:, kept[0] >= 0])
-    assert {row.slot for row, _ in runner.results()} == {1}
 
 
 @pytest.mark.sampled(2)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from omni.checkpoint.folder import save_folder
 from omni.errors import UserError
@@ -19,8 +20,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_lm, make_model
-from tests.generate.session_toys import inside
-from tests.generate.test_answer_stream import is_free
+from tests.generate.session_toys import inside, is_free
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,15 +64,6 @@ def test_close_from_another_thread_waits_for_the_step_and_frees_the_cache(
     assert ended(events) == "cancelled" and is_free(lm) and len(session.turns) == 1
     with pytest.raises(UserError, match="closed"):
         session.ask("again", "T1A2")
-
-
-def test_close_within_the_consumer_s_loop_ends_it(lm: SpeechLM) -> None:
-    session, events = lm.session(max_seconds=70.0), []
-    for event in session.ask("go on", "T1A2"):
-        events.append(event)
-        if len(events) == 3:
-            session.close()
-    assert ended(events) == "cancelled" and len(events) == 4 and is_free(lm)
 
 
 @pytest.mark.parametrize("after", [0.0, 0.004, 0.02])
@@ -122,14 +113,9 @@ def test_a_bad_cancel_is_refused_and_the_answer_goes_on(lm: SpeechLM, bad: dict[
             session.cancel(**bad)
         taken += events
         assert ended(taken) == whole.ended != "cancelled" and len(session.turns) == 2
-
-
-def test_more_than_was_played_is_all_of_it(lm: SpeechLM) -> None:
-    with lm.session(max_seconds=0.4) as session:
-        whole = session.ask("go on", "T1A2").answer()
-        session.cancel(played_seconds=1e8, shown_characters=2**62)
         codes = session.turns[-1].codes
-        assert whole.codes is not None and codes is not None and codes.shape == whole.codes.shape
+        session.cancel(played_seconds=1e8, shown_characters=2**62)  # more than was played is all of it
+        assert codes is not None and torch.equal(session.turns[-1].codes, codes)  # type: ignore[arg-type]
 
 
 @pytest.mark.long

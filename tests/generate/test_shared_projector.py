@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from omni.config import ProjectorConfig
 from omni.generate.question import encode_questions, read_question
-from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
-from tests.generate.conftest import LAYOUTS, EchoCodec, make_model, tone
+from tests.generate.conftest import LAYOUTS, make_model, tone
 
 SPOKEN = ("A1T1", "A1A2", "A1T2")
 
@@ -43,14 +41,3 @@ def test_the_task_of_a_question_chooses_its_parts() -> None:
             )
         assert_near(found, wanted, 1e-5)
         assert not found.allclose(other, rtol=1e-2)
-
-
-@pytest.mark.long
-def test_a_batch_of_tasks_is_its_questions() -> None:
-    model = shared_model()
-    lm = SpeechLM(model, Tokenizer.bytes(), EchoCodec(model.layout.codebook_sizes))  # type: ignore[arg-type]
-    questions = [tone(0.4), tone(0.5), tone(0.6)]
-    whole = lm.generate(questions, list(SPOKEN), max_seconds=1.0)
-    for question, task, answer in zip(questions, SPOKEN, whole, strict=True):
-        alone = lm.generate([question], [task], max_seconds=1.0)[0]
-        assert answer.tokens == alone.tokens and answer.text == alone.text
