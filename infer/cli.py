@@ -40,10 +40,10 @@ class InferParser(StrictParser, jsonargparse.ArgumentParser):
     rare: Sequence[str] = ()
     """Options of the command that are set in the file of `--config` alone."""
 
-    def check_option(self, name: str, value: str | None, inner: bool = False) -> None:
+    def check_option(self, name: str, value: str | None) -> None:
         if name[2:] in self.rare:
             raise UserError(f"{name} is set in the file of --config; write {name[2:]}: VALUE there")
-        super().check_option(name, value, inner)
+        super().check_option(name, value)
 
 
 def build_parser() -> InferParser:

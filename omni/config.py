@@ -165,8 +165,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.ctc_sounds and not self.ctc:
             raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is 0: give a first, or none")
-        if self.encoder.width < 1:
-            raise UserError(f"encoder.width is {self.encoder.width}; it must be at least 1")
         if self.turn and not self.encoder.streams:
             raise UserError(
                 "turn is true, but the encoder's frames hear what comes after them: set encoder.mode to chunked, or turn to "
@@ -204,9 +202,26 @@ def from_dict(config_type: type[T], data: Any, where: str = "config") -> T:
 # --- presets ----------------------------------------------------------------------------------------------------------
 
 
-def _mini_omni() -> ModelConfig:
-    """gpt-omni/mini-omni @ 26c31d5, `litgpt/config.py` and the released `model_config.yaml`."""
+def _snac(text_size: int, hidden: int, **decoder: Any) -> ModelConfig:
+    """A text model that hears by Whisper small, and speaks by SNAC."""
     return ModelConfig(
+        layout=Layout.build([4096] * 7, text_size),
+        encoder=ENCODER_PRESETS["small"],
+        projector=ProjectorConfig("gated", hidden=hidden),
+        decoder=DecoderConfig(**decoder),
+        codec="snac",
+    )
+
+
+_PRESETS = {
+    "nano": ModelConfig(
+        layout=Layout.preset("codec2"),
+        encoder=ENCODER_PRESETS["nano"],
+        projector=ProjectorConfig("mlp", hidden=192, stack=2),
+        decoder=DecoderConfig(width=192, layers=4, heads=3, kv_heads=1, mlp_width=512, context=1024, qk_norm=True),
+    ),
+    # gpt-omni/mini-omni @ 26c31d5, `litgpt/config.py` and the released `model_config.yaml`
+    "qwen2-0.5b-omni": ModelConfig(
         layout=Layout.preset("mini-omni"),
         encoder=ENCODER_PRESETS["small"],
         projector=ProjectorConfig("gated", hidden=4864, bias=False),
@@ -214,71 +229,20 @@ def _mini_omni() -> ModelConfig:
             width=896, layers=24, heads=14, kv_heads=2, mlp_width=4864, context=2048, rope_base=1e6, qkv_bias=True
         ),
         codec="snac",
-    )
-
-
-def _nano() -> ModelConfig:
-    return ModelConfig(
-        layout=Layout.preset("codec2"),
-        encoder=ENCODER_PRESETS["nano"],
-        projector=ProjectorConfig("mlp", hidden=192, stack=2),
-        decoder=DecoderConfig(width=192, layers=4, heads=3, kv_heads=1, mlp_width=512, context=1024, qk_norm=True),
-        codec="codec2",
-    )
-
-
-def _snac_layout(text_size: int) -> Layout:
-    return Layout.build([4096] * 7, text_size)
-
-
-def _qwen3() -> ModelConfig:
-    """Qwen/Qwen3-0.6B `config.json`."""
-    return ModelConfig(
-        layout=_snac_layout(151936),
-        encoder=ENCODER_PRESETS["small"],
-        projector=ProjectorConfig("gated", hidden=4096),
-        decoder=DecoderConfig(
-            width=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, context=40960,
-            rope_base=1e6, qk_norm=True, tie_text=True,
-        ),
-        codec="snac",
-    )  # fmt: skip
-
-
-def _llama32() -> ModelConfig:
-    """meta-llama/Llama-3.2-1B `config.json`."""
-    return ModelConfig(
-        layout=_snac_layout(128256),
-        encoder=ENCODER_PRESETS["small"],
-        projector=ProjectorConfig("gated", hidden=8192),
-        decoder=DecoderConfig(
-            width=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp_width=8192, context=131072,
-            rope_base=5e5, rope_scaling=RopeScaling(), norm_eps=1e-5, tie_text=True,
-        ),
-        codec="snac",
-    )  # fmt: skip
-
-
-def _mistral() -> ModelConfig:
-    """mistralai/Mistral-7B-v0.1 `config.json`."""
-    return ModelConfig(
-        layout=_snac_layout(32000),
-        encoder=ENCODER_PRESETS["small"],
-        projector=ProjectorConfig("gated", hidden=14336),
-        decoder=DecoderConfig(
-            width=4096, layers=32, heads=32, kv_heads=8, mlp_width=14336, context=32768, window=4096, norm_eps=1e-5
-        ),
-        codec="snac",
-    )
-
-
-_PRESETS = {
-    "nano": _nano,
-    "qwen2-0.5b-omni": _mini_omni,
-    "qwen3-0.6b": _qwen3,
-    "llama-3.2-1b": _llama32,
-    "mistral-7b": _mistral,
-}
+    ),
+    # Qwen/Qwen3-0.6B, meta-llama/Llama-3.2-1B and mistralai/Mistral-7B-v0.1, `config.json` of each
+    "qwen3-0.6b": _snac(
+        151936, 4096, width=1024, layers=28, heads=16, kv_heads=8, head_dim=128, mlp_width=3072, context=40960,
+        rope_base=1e6, qk_norm=True, tie_text=True,
+    ),
+    "llama-3.2-1b": _snac(
+        128256, 8192, width=2048, layers=16, heads=32, kv_heads=8, head_dim=64, mlp_width=8192, context=131072,
+        rope_base=5e5, rope_scaling=RopeScaling(), norm_eps=1e-5, tie_text=True,
+    ),
+    "mistral-7b": _snac(
+        32000, 14336, width=4096, layers=32, heads=32, kv_heads=8, mlp_width=14336, context=32768, window=4096, norm_eps=1e-5
+    ),
+}  # fmt: skip
 PRESETS = tuple(_PRESETS)
 
 
@@ -286,4 +250,4 @@ def preset(name: str) -> ModelConfig:
     """The preset of that name; UserError with the closest name where there is none."""
     if name not in _PRESETS:
         raise UserError(f"preset {name!r} is unknown; {closest(name, PRESETS)}")
-    return _PRESETS[name]()
+    return _PRESETS[name]

@@ -67,9 +67,9 @@ def warn_about_sound(text: str) -> None:
 
 def closest(word: object, known: Iterable[str]) -> str:
     """The hint `did you mean 'x'? known: ...` for error messages."""
-    names = list(known)
-    close = get_close_matches(str(word), names, n=1, cutoff=0.4)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"known: {', '.join(names) or 'none'}"
+    names = {name.casefold(): name for name in known}
+    close = get_close_matches(str(word).casefold(), names, n=1, cutoff=0.4)
+    return (f"did you mean {names[close[0]]!r}? " if close else "") + f"known: {', '.join(names.values()) or 'none'}"
 
 
 def in_one_line(error: BaseException) -> str:

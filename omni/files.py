@@ -24,16 +24,8 @@ LONGEST = 255
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """System errors that mean that there is no room for a file."""
 PASSING = (
-    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EPIPE),
-    *(
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ENOTCONN,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-    ),
+    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.EPIPE, errno.ECONNRESET),
+    *(errno.ECONNREFUSED, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
 )
 """System errors of a disk, or a network, that may be over at another try."""
 LFS = b"version https://git-lfs"
@@ -293,7 +285,10 @@ def locked(folder: Path, wait: float = 0.0) -> Iterator[None]:
             lock.release()
             continue
         except Timeout as error:
-            holder = _holder(path)
+            holder = "another process"
+            with suppress(OSError, ValueError, KeyError):
+                data = read_json(path)
+                holder = f"process {data['pid']} on {data['host']}, since {data['started']},"
             raise UserError(f"{folder} is in use: {holder} writes into it; wait for it, or choose another folder") from error
         except OSError as error:
             raise UserError(f"{path} cannot be locked ({error.strerror}): work on another file system") from error
@@ -307,15 +302,6 @@ def locked(folder: Path, wait: float = 0.0) -> Iterator[None]:
             if os.path.samestat(own, path.stat()):
                 path.unlink()
         lock.release()
-
-
-def _holder(path: Path) -> str:
-    """Describes the process that holds a lock, from the lock file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {data['pid']} on {data['host']}, since {data['started']},"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
 
 
 def real_place(folder: str | os.PathLike[str]) -> Path:
@@ -382,11 +368,11 @@ def replacing_folder(target: str | os.PathLike[str], needed: int = 0) -> Iterato
         _replace(folder, resolved)
         flush(resolved.parent)
     except OSError as error:
-        full = error.errno in FULL
-        way_out = "free some space and try again" if full else "choose a place that can be written"
+        way_out = "free some space and try again" if error.errno in FULL else "choose a place that can be written"
         file = f"{Path(error.filename).name}: " if isinstance(error.filename, str) else ""
-        reason = f"{file}{error.strerror or error}"
-        raise UserError(f"{target} cannot be written ({reason}); {way_out}; nothing was left there") from error
+        raise UserError(
+            f"{target} cannot be written ({file}{error.strerror or error}); {way_out}; nothing was left there"
+        ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -395,14 +381,14 @@ def _replace(source: Path, target: Path) -> None:
     """Rename a folder to a name that may exist: the old folder is removed only when the new one is in place, and restored if
     that fails."""
     old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    replaces = target.exists()
-    if replaces:
-        os.rename(target, old)
+    if not target.exists():
+        os.rename(source, target)
+        return
+    os.rename(target, old)
     try:
         os.rename(source, target)
     except OSError:
-        if replaces:
-            os.rename(old, target)
+        os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
 

@@ -287,24 +287,17 @@ class Layout:
         *,
         feature_index: Tensor | None = None,
     ) -> str:
-        """Draw columns as text, one line a stream; the rows of a batch one under another.
+        """Draw columns as text, one line a stream.
 
         A star marks a cell that is trained; `.` is pad, `~` encoder features on the audio streams.
 
         Args:
-            tokens: [K, C], or [B, K, C]; the other tensors then start with B too.
+            tokens: [K, C].
             valid: which cells are trained, [K, C] bool.
             decode: turns a text id into its string.
             width: characters of a cell.
             feature_index: which feature a column takes, [C], -1 for none.
         """
-        if tokens.ndim == 3:
-            rows = []
-            for b, row in enumerate(tokens):
-                of_row = [None if x is None else x[b] for x in (valid, feature_index)]
-                rows.append(f"row {b}\n" + self.draw(row, of_row[0], decode, width, feature_index=of_row[1]))
-            return "\n".join(rows)
-        short = {0: "end", 1: ".", 2: "input", 3: "answer", 4: "asr"}
         heard = [False] * tokens.shape[1] if feature_index is None else (feature_index >= 0).tolist()
         lines = ["column".ljust(8) + "".join(str(c).rjust(width + 1) for c in range(tokens.shape[1]))]
         for k, s in enumerate(self.streams):
@@ -315,8 +308,8 @@ class Layout:
                 elif token == IGNORE:
                     cell = ""
                 elif token >= s.size:
-                    cell = short.get(token - s.size, f"s{token - s.size}")
-                    cell = "split" if (cell, s.kind) == ("asr", "audio") else cell
+                    names = {offset: name for name, offset in SPECIALS[s.kind].items()} | {1: "."}
+                    cell = names.get(token - s.size, f"s{token - s.size}")
                 elif s.kind == "text" and decode is not None:
                     cell = repr(decode(token))[1:-1] or str(token)
                 else:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from omni.errors import UserError, closest
 
@@ -34,29 +34,20 @@ class Registry(dict[str, T]):
 
     Args:
         noun: for an entry in messages, such as `codec`.
-        must: requirement of an entry, for the message where `fits` is false.
     """
 
-    def __init__(self, noun: str, must: str = "", fits: Callable[[Any], bool] = lambda entry: True) -> None:
+    def __init__(self, noun: str) -> None:
         super().__init__()
-        self.noun, self.must, self.fits = noun, must, fits
+        self.noun = noun
         self._sources: dict[str, str] = {}
 
     def add(self, name: str, entry: T) -> None:
         """Adds an entry; one that the same module (or a notebook) has added before is replaced.
 
         Raises:
-            UserError: the name is empty, or taken by Omni or by another module, or the entry is of another kind.
+            UserError: the name is taken by Omni or by another module.
         """
         source = _registering()
-        if not isinstance(name, str) or not name or name != name.strip():
-            raise UserError(f"{self.noun} {name!r}: give it a name, a text without spaces around it")
-        try:
-            fits = self.fits(entry)
-        except (TypeError, AttributeError, ValueError):
-            fits = False
-        if not fits:
-            raise UserError(f"{self.noun} {name!r} is {entry!r:.80}; it must be {self.must}")
         owner = self._sources.get(name, source)
         if name in self and owner != source:
             # Omni's own may come after a plug-in's.
@@ -82,12 +73,8 @@ class Registry(dict[str, T]):
             UserError: there is none; the closest name is given, after the key or option `where` it came from.
         """
         if name not in self:
-            raise UserError(f"{where}{': ' if where else ''}{self.unknown(name)}")
+            raise UserError(f"{where}{where and ': '}{self.noun} {name!r} is unknown; {closest(name, self)} ({PLUGIN})")
         return self[name]
-
-    def unknown(self, name: object) -> str:
-        """The message for a name that is not registered."""
-        return f"{self.noun} {name!r} is unknown; {closest(name, self)} ({PLUGIN})"
 
 
 @contextlib.contextmanager
@@ -114,29 +101,16 @@ def load_plugins(names: Sequence[str], where: str = "--plugin", folder: str | Pa
         Their names, by which any process finds them: paths are absolute.
 
     Raises:
-        UserError: a name is given twice, names no module, or the module cannot be imported (its file and line are named).
+        UserError: a name is of no module, or the module cannot be imported (its file and line are named).
     """
     names = [str(Path(folder, name).resolve()) if _is_path(name) else name for name in names]
-    for i, name in enumerate(names):
-        parts = [Path(name).stem] if _is_path(name) else name.split(".") if isinstance(name, str) else [""]
-        if parts[-1] == "py" or not all(part.isidentifier() for part in parts):
-            hint = str(name).removesuffix(".py").replace("/", ".")
-            good = hint if all(part.isidentifier() for part in hint.split(".")) else "my_package.my_module"
-            way = "give its file a name of letters, digits and _" if _is_path(name) else f"write it with dots, such as {good}"
-            raise UserError(f"{where} {name!r} is not the name of a module: {way}")
-        if name in names[:i]:
-            raise UserError(f"{where} names {name} twice; leave one out")
-    problems = []
     for name in names:
+        if not _is_path(name) and (name.endswith(".py") or "/" in name):
+            raise UserError(f"{where} {name!r} is not the name of a module: write a file as ./{name}, a module with dots")
         if name not in _loaded:
-            try:
-                _load(name, where)
-                _loaded.append(name)
-            except UserError as error:
-                problems.append(error)
-    if problems:
-        raise UserError("\n".join(map(str, problems))) from problems[0]
-    return list(names)
+            _load(name, where)
+            _loaded.append(name)
+    return names
 
 
 def loaded() -> tuple[str, ...]:
@@ -168,9 +142,9 @@ def take_plugins(words: Sequence[str]) -> list[str]:
     return rest
 
 
-def _is_path(name: object) -> bool:
+def _is_path(name: str) -> bool:
     """Whether a plug-in is named by its file or folder."""
-    return isinstance(name, str) and name.startswith(("./", "../", "/"))
+    return name.startswith(("./", "../", "/"))
 
 
 def _load(name: str, where: str) -> None:
@@ -196,9 +170,7 @@ def _load(name: str, where: str) -> None:
         ) from error
     except UserError as error:
         raise UserError(f"{where} {name}: {error}") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         raise UserError(_broken(name, where, error)) from error
 
 

@@ -33,9 +33,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from omni.errors import UserError, closest
+from omni.errors import UserError
 from omni.layout import IGNORE, SPECIALS, Layout
-from omni.plugins import PLUGIN, Registry
+from omni.plugins import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,11 +64,7 @@ class Task:
         return (*(self.audio and s.role == "predicted" for s in layout.audio), self.text)
 
 
-TASKS: Registry[Task] = Registry(
-    "task",
-    "a Task that asks by audio or text, and answers in text, audio or both",
-    lambda task: isinstance(task, Task) and task.question in ("audio", "text") and (task.text or task.audio),
-)
+TASKS: Registry[Task] = Registry("task")
 """Tasks by name; a task's number in batches and tables is its place here."""
 
 
@@ -115,13 +111,7 @@ for _task in (
 
 def find_task(name: str | Task, where: str = "") -> Task:
     """The task of that name; UserError with the closest names where there is none, after the option or key it came from."""
-    if isinstance(name, Task):
-        return name
-    if name not in TASKS:
-        raise UserError(
-            f"{where}{': ' if where else ''}task {name!r} is unknown; {closest(str(name).upper(), TASKS)} ({PLUGIN})"
-        )
-    return TASKS[name]
+    return name if isinstance(name, Task) else TASKS.find(name, where)
 
 
 def find_writer(task: Task) -> Task:

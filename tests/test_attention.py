@@ -80,11 +80,6 @@ def test_the_door_turns_cudnn_off_where_there_is_no_model(asked: list[bool]) -> 
     assert asked == [False]
 
 
-def test_cudnn_is_off_here() -> None:
-    SpeechModel(preset("nano"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64, torch.bool])
 def test_no_kernel_is_given_a_mask_of_another_format(

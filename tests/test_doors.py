@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from omni.errors import UserError, in_one_line
 from omni.generate.options import NUMBERS, check_numbers
+from omni.utils import process
 
 ROOT = Path(__file__).parent.parent
 DOORS = {"infer": ["-m", "infer"], "train": ["-m", "train"]}
@@ -255,6 +257,19 @@ def test_what_the_library_warns_of_is_a_line(bar: str, own: str, tmp_path: Path)
     assert "own: not read" in done.stderr if own else "not read" in lines
 
 
+@pytest.mark.parametrize("name", list(process.LINES))
+def test_one_line_of_a_library_is_dropped_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, handler, lines = logging.getLogger(name), logging.Handler(), list[str]()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "filters", [])
+    process.silence(name)
+    process.silence(name)
+    logger.warning(f"{process.LINES[name]}: %s", "why")
+    logger.warning("something else")
+    assert lines == ["something else"] and len(logger.filters) == 1
+
+
 HUGE = [float("nan"), float("inf"), -float("inf"), 1e300, -1e300, 10**30, -(10**30), "one", 1j]
 
 
@@ -284,14 +299,14 @@ HELPS = [
 """What is answered."""
 
 REFUSED = {
-    "train ftt": "did you mean 'fit'",
+    "train ftt": "command 'ftt' is unknown; did you mean 'fit'?",
     "train data nonsense": "unknown",
     "train edit nonsense": "unknown",
-    **{f"train {name} RUN --optimizer.lrr 1": "did you mean" for name in RUN},
+    **{f"train {name} RUN --optimizer.lrr 1": "unknown option --optimizer.lrr; did you mean --optimizer.lr" for name in RUN},
     **{f"train {name} RUN --optimizer.lr much": "optimizer.lr" for name in RUN},
     **{f"train {name} RUN --ema 2": "ema is 2" for name in RUN},
     **{f"train {name} RUN --model.codec ogg --budget.steps -1": "budget" for name in RUN},
-    **{f"train {name} RUN --model.preset nanno": "nano" for name in RUN},
+    **{f"train {name} RUN --model.preset nanno": "preset 'nanno' is unknown; did you mean 'nano'?" for name in RUN},
     **{f"train {name} missing.yaml": "does not exist" for name in (*RUN, "balance")},
     **{f"train {name} UNKNOWN_KEY": "did you mean" for name in (*RUN, "balance")},
     **{f"train {name} WRONG_TYPE": "seed" for name in (*RUN, "balance")},

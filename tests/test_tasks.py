@@ -20,19 +20,6 @@ def make_turn(layout: Layout, task: str, seed: int = 0) -> Turn:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("task", TASKS)
-def test_example_is_prompt_then_answer(layout, task):
-    layout = Layout.preset(layout)
-    turn = make_turn(layout, task)
-    asked, said, whole = prompt(layout, turn), answer(layout, turn), example(layout, [turn])
-    n = len(asked)
-    assert torch.equal(whole.tokens[:, :n], asked.tokens)
-    assert torch.equal(whole.tokens[:, n:], said.tokens)
-    assert torch.equal(whole.feature_index[:n], asked.feature_index)
-    assert whole.features == asked.features
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("first", TASKS)
 def test_conversation_prompt_is_history_then_prompt(layout, first):
     """What a session holds before the second answer is what training puts before it."""

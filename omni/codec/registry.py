@@ -50,21 +50,7 @@ class CodecSpec:
     random: Callable[[torch.device], AudioCodec] | None = None
 
 
-def _fits(spec: Any) -> bool:
-    sizes = spec.codebook_sizes
-    return (
-        callable(spec.load)
-        and all(isinstance(size, int) for size in sizes)
-        and spec.sample_rate > 0
-        and spec.frame_rate > 0
-        and bool(sizes)
-        and min(sizes) > 1
-    )
-
-
-CODECS: Registry[CodecSpec] = Registry(
-    "codec", "a function, with rates above 0 and codebooks of at least 2 codes (omni/codec/registry.py)", _fits
-)
+CODECS: Registry[CodecSpec] = Registry("codec")
 """Codecs by name."""
 
 

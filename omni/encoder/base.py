@@ -115,9 +115,6 @@ def register_encoder(config: type[EncoderConfig]) -> Callable[[E], E]:
         def __init__(self, config: MyConfig) -> None: ...
     """
 
-    if not (isinstance(config, type) and issubclass(config, EncoderConfig)):
-        raise UserError(f"register_encoder was given {config!r:.80}; give it the encoder's configuration, an EncoderConfig")
-
     def add(module: E) -> E:
         if ENCODERS.get(config.kind) is not config:
             ENCODERS.add(config.kind, config)

@@ -11,9 +11,7 @@ S samples of 16 kHz sound, M values of a feature frame, F feature frames, T enco
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import is_dataclass
-from inspect import isabstract
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
@@ -164,11 +162,5 @@ class EncoderConfig(ABC):
         return self
 
 
-def _fits(cls: Any) -> bool:
-    return is_dataclass(cls) and isinstance(cls, type) and issubclass(cls, EncoderConfig) and not isabstract(cls)
-
-
-ENCODERS: Registry[type[EncoderConfig]] = Registry(
-    "encoder", "a frozen dataclass that has all of EncoderConfig (omni/encoder/config.py)", _fits
-)
+ENCODERS: Registry[type[EncoderConfig]] = Registry("encoder")
 """Configurations of encoders by kind; `omni.encoder.base.register_encoder` adds one with its module."""

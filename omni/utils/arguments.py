@@ -88,18 +88,13 @@ class StrictParser:
             text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
             raise UserError(f"{text}; see {self.source}{self.command} --help") from error
 
-    def check_option(self, name: str, value: str | None, inner: bool = False) -> None:
-        """Refuses an option that does not exist, or is empty.
-
-        Args:
-            value: its own, or the next word; None for neither.
-            inner: it is known as a key of another option's value.
-        """
+    def check_option(self, name: str, value: str | None) -> None:
+        """Refuses an option that does not exist, or is empty; its `value` may be the next word."""
         action = self._option_string_actions.get(name)
-        if action is None and not inner:
+        if action is None:
             hint = meant(name[2:], self.options, "--") if name.startswith("--") else ""
             raise UserError(f"unknown option {name}; {hint or f'see {self.command} --help'}")
-        if value == "" and (action is None or (action.nargs != 0 and action.default != "")):
+        if value == "" and action.nargs != 0 and action.default != "":
             raise UserError(f"option {name} is empty; give a value, or leave it out")
 
 

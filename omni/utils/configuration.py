@@ -187,7 +187,14 @@ class Loader(yaml.SafeLoader):
                 raise UserError(f"line {line}: {key.value} is given again, after line {other}; keep one")
         return node
 
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> Spelled:
+        """Keeps how a number is written, for where a text is wanted."""
+        number = Spelled(super().construct_yaml_float(node))  # type: ignore[no-untyped-call]
+        number.text = node.value
+        return number
 
+
+Loader.add_constructor("tag:yaml.org,2002:float", Loader.construct_yaml_float)
 _WHOLE = r"(?:0|[1-9][0-9]*)"
 for _tag, _pattern, _first in (
     ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -199,16 +206,6 @@ for _tag, _pattern, _first in (
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})$"), list(_first))
 
 
-class _SpellingLoader(Loader):
-    """Keeps how numbers are written, for where a text is wanted."""
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> Spelled:
-        number = Spelled(super().construct_yaml_float(node))  # type: ignore[no-untyped-call]
-        number.text = node.value
-        return number
-
-
-_SpellingLoader.add_constructor("tag:yaml.org,2002:float", _SpellingLoader.construct_yaml_float)
 yaml.SafeDumper.add_representer(Spelled, yaml.SafeDumper.represent_float)
 
 
@@ -222,7 +219,7 @@ def read_yaml(file: Path, noun: str = "configuration") -> Any:
     names it in the message."""
     try:
         refuse_pointer(file)
-        return yaml.load(file.read_text(encoding="utf-8"), _SpellingLoader)
+        return load_yaml(file.read_text(encoding="utf-8"))
     except UserError as error:
         raise UserError(f"{noun} {file} {error}") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

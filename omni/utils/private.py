@@ -55,17 +55,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def saved_tensor_hooks(while_tracing: bool) -> Any:
-    """The innermost hooks of saved tensors, (pack, unpack), or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(while_tracing)
-
-
-def pop_saved_tensor_hooks() -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+"""The innermost hooks of saved tensors, (pack, unpack), or None; its argument tells whether while tracing."""
+pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 def flight_recorder(name: str) -> bytes:

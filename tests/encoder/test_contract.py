@@ -161,5 +161,3 @@ def test_an_encoder_that_breaks_its_word_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Pool, "forward", lambda self, *_: 1 / 0)
     with pytest.raises(UserError, match="'pool' failed with ZeroDivisionError"):
         make(PoolConfig()).encode([sound(640)])
-    with pytest.raises(UserError, match="encoder 'none'.*must be"):
-        ENCODERS.add("none", EncoderConfig)  # abstract

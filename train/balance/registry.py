@@ -82,11 +82,7 @@ class Method:
         return 1 if self.bilevel else self.batches
 
 
-METHODS: Registry[Method] = Registry(
-    "balance method",
-    f"a function, at one or more of the levels {', '.join(LEVELS)}",
-    lambda method: callable(method.rule) and bool(method.levels) and set(method.levels) <= set(LEVELS),
-)
+METHODS: Registry[Method] = Registry("balance method")
 """The methods registered so far; `methods` has the package's own among them."""
 
 

@@ -24,8 +24,7 @@ from train.data.sources import SOURCES, shipped
 def read_fit_config(argv: Sequence[str]) -> tuple[FitConfig, str]:
     """Reads the configuration of `fit` from `[--config] FILE.yaml` and overrides such as `--optimizer.lr 3e-4`; returns it
     with the name of its file. UserError for no file, an unknown key (the closest is named), a value of the wrong type."""
-    config, name, _ = read_with_options(argv, {})
-    return config, name
+    return read_with_options(argv, {})[:2]
 
 
 def read_with_options(
@@ -36,7 +35,13 @@ def read_with_options(
 ) -> tuple[FitConfig, str, dict[str, Any]]:
     """Reads as `read_fit_config`, and a command's own options by their types (`bool` for a flag); those given are returned.
     `check` refuses values of theirs, before the configuration is made, for which PyTorch may be imported."""
-    parser = fit_parser(command)
+    parser = ConfigParser(
+        prog=f"omni-train {command} FILE.yaml",
+        description="Train a model. Every key of the file can be overridden. --dry_run checks everything, describes the model "
+        "and one batch, and measures two steps; --profile 10:15 traces these steps; --debug shows where an error came from "
+        "(docs/training.md).",
+    )
+    parser.add_config(FitConfig, "the YAML file (also as the first argument)")
     for name, option_type in options.items():
         more: dict[str, Any] = {"action": "store_true"} if option_type is bool else {"type": option_type}
         parser.add_argument(f"--{name}", help=SUPPRESS, **more)
@@ -76,18 +81,6 @@ def recipe(source: str | Path, /, **changes: Any) -> FitConfig:
     return read_run([str(source), *(f"--{key}={value}" for key, value in words.items())])
 
 
-def fit_parser(command: str = "fit") -> ConfigParser:
-    """The parser of a command that takes a run's configuration: one option for every key of `FitConfig`."""
-    parser = ConfigParser(
-        prog=f"omni-train {command} FILE.yaml",
-        description="Train a model. Every key of the file can be overridden. --dry_run checks everything, describes the model "
-        "and one batch, and measures two steps; --profile 10:15 traces these steps; --debug shows where an error came from "
-        "(docs/training.md).",
-    )
-    parser.add_config(FitConfig, "the YAML file (also as the first argument)")
-    return parser
-
-
 def file_first(argv: Sequence[str]) -> list[str]:
     """The words of a command whose configuration may be given as the first of them, with `--config` before it."""
     return ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
@@ -99,22 +92,20 @@ class ConfigParser(Parser):
     Values are pydantic's to check; the parser of jsonargparse takes the command's own options, and prints the help.
     """
 
-    config_class: Any = None
     file: Path | None = None
 
     def add_config(self, config_class: type, help: str = "YAML file with any of the following") -> None:
         """Adds `--config`, and an option for every key of a configuration."""
-        self.config_class, self.data, self.overridden = config_class, dict[str, Any](), set[str]()
+        self.config_class: Any = config_class
+        self.data, self.overridden = dict[str, Any](), set[str]()
         self.add_argument("--config", type=str, help=help)
         self.add_argument("--print_config", action="store_true", help="Print the complete configuration and exit.")
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Values of the command's own options, by name; the configuration is made by `configuration`."""
-        if self.config_class is None:
-            return super().read(words)
         own, overrides = self._separate(words)
-        if files := [word for word in own if word.startswith("--config=")]:
-            self._read_file([word.partition("=")[2] for word in files])
+        if files := [word.partition("=")[2] for word in own if word.startswith("--config=")]:
+            self._read_file(files)
         if helped := [word for word in own if word in ("-h", "--help") or word.endswith(".help")]:
             self.add_class_arguments(self.config_class, None)
             super().read(helped)
@@ -138,7 +129,7 @@ class ConfigParser(Parser):
 
     @property
     def options(self) -> list[str]:
-        return [*super().options, *(all_keys(self.config_class) if self.config_class else ())]
+        return [*super().options, *all_keys(self.config_class)]
 
     def _separate(self, words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
         """Separates the command's own words, with `--config=FILE` in one, from overrides of keys. A key of true or false may be
@@ -154,14 +145,14 @@ class ConfigParser(Parser):
             if not (is_key or name == "--config") or name.endswith(".help"):
                 own.append(name + equals + value)
                 continue
-            flag = hint_at(self.config_class, name[2:].split(".")) is bool
-            if not equals and left and not is_option(left[0]) and not (flag and left[0] not in ("true", "false")):
+            hint = hint_at(self.config_class, name[2:].split("."))
+            if not equals and left and not is_option(left[0]) and (hint is not bool or left[0] in ("true", "false")):
                 value = left.pop(0)
             elif not equals:
-                value = "true" if flag else ""
+                value = "true" if hint is bool else ""
             if name == "--config":
                 own.append(f"--config={value}")
-            elif value or (equals and hint_at(self.config_class, name[2:].split(".")) is str):
+            elif value or (equals and hint is str):
                 overrides.append((name[2:], value))
             else:
                 raise UserError(f"option {name} is empty; give a value, or leave it out")

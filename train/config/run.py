@@ -88,26 +88,18 @@ class FitConfig:
         if self.balance is not None:
             streams = self.model.streams if self.balance.tasks == "streams" else None
             check_balance(self.balance, self.data, self.fabric.precision, self.fabric.processes, streams)
-        self._check_tensor_parallel()
-        self._check_sharded_rules()
         if self.model.preset is not None:
             preset(self.model.preset)  # raises where there is none of that name
+        self._check_sharded()
         self._check_streams()
         object.__setattr__(self, "fabric", self.fabric.decided())  # last: PyTorch takes seconds to import
 
-    def _check_tensor_parallel(self) -> None:
-        """Refuses what slices of the decoder's matrices do not go with."""
-        features = {
-            "lora": self.lora is not None,
-            "balance": self.balance is not None,
-            "guard": self.guard,
-            "fabric.precision 16-mixed": self.fabric.precision == "16-mixed",
-        }
-        for name in (name for name, enabled in features.items() if enabled and self.fabric.tensor_parallel > 1):
+    def _check_sharded(self) -> None:
+        """Refuses what slices of matrices do not go with."""
+        features = {"lora": self.lora, "balance": self.balance, "guard": self.guard or None}
+        features["fabric.precision 16-mixed"] = True if self.fabric.precision == "16-mixed" else None
+        for name in (name for name, value in features.items() if value is not None and self.fabric.tensor_parallel > 1):
             raise UserError(f"fabric.tensor_parallel does not go with {name}; leave one of them out")
-
-    def _check_sharded_rules(self) -> None:
-        """Refuses Muon on slices of matrices."""
         rules = {self.optimizer.name, *(group.rule for group in self.optimizer.groups)}
         _need(
             self.fabric.strategy != "fsdp" or "muon" not in rules,
@@ -118,14 +110,15 @@ class FitConfig:
     def _check_streams(self) -> None:
         """Refuses weights and metrics of streams that the model lacks, as far as no model folder needs to be read."""
         metric, streams, weights = self.checkpoint.metric, self.model.streams, self.objective.stream_weights
-        if streams is not None and weights is not None:
+        if streams is None:
+            return
+        if weights is not None:
             check_stream_weights(weights, streams)
         named = re.fullmatch(r"loss/audio(\d+)", metric)
-        if streams is not None and named is not None:
-            _need(
-                int(named[1]) < streams - 1,
-                f"checkpoint.metric is {metric}, but the model has {streams - 1} audio streams, counted from 0; name one",
-            )
+        _need(
+            named is None or int(named[1]) < streams - 1,
+            f"checkpoint.metric is {metric}, but the model has {streams - 1} audio streams, counted from 0; name one",
+        )
 
     def shared_by(self, processes: int) -> tuple[FitConfig, str | None]:
         """The configuration with micro-batches that so many processes share evenly, more than given where they must be, and a

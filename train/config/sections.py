@@ -91,12 +91,7 @@ class FabricConfig:
 
     def __post_init__(self) -> None:
         _need(
-            self.checkpointing in (True, False, "selective"),
-            f"fabric.checkpointing is {self.checkpointing!r}; give true, false or selective",
-        )
-        listed = [device.strip() for device in str(self.devices).split(",")]
-        _need(
-            listed != ["0"] and (all(device.isdecimal() for device in listed) or listed in (["auto"], ["-1"])),
+            re.fullmatch(r"auto|-1|(?!0$)\d+( *, *\d+)*", str(self.devices)) is not None,
             f"fabric.devices is {self.devices!r}; give a number, a list such as '0,1', or auto",
         )
         for name in ("replicas", "tensor_parallel"):
@@ -181,9 +176,10 @@ class ModelSection:
 LARGEST_SEED = 2**63 - 1
 """Largest seed that PyTorch takes."""
 
-LARGEST_RATE = 1e3
-"""Largest learning rate and weight decay."""
+Rate = Annotated[float, Field(ge=0, le=1e3)]
+"""A learning rate or weight decay."""
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 Rule = Literal["adamw", "muon", "paged_adamw_8bit"]
 
@@ -202,9 +198,9 @@ class GroupConfig:
     """
 
     pattern: str
-    lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] | None = None
-    muon_lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] | None = None
-    weight_decay: Annotated[float, Field(ge=0, le=LARGEST_RATE)] | None = None
+    lr: Rate | None = None
+    muon_lr: Rate | None = None
+    weight_decay: Rate | None = None
     rule: Rule | None = None
 
 
@@ -223,17 +219,11 @@ class OptimizerConfig:
     """
 
     name: Rule = "adamw"
-    lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0, le=LARGEST_RATE)] = 0.01
-    muon_lr: Annotated[float, Field(ge=0, le=LARGEST_RATE)] = 0.02
+    lr: Rate = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: Rate = 0.01
+    muon_lr: Rate = 0.02
     groups: tuple[GroupConfig, ...] = ()
-
-    def __post_init__(self) -> None:
-        _need(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"optimizer.betas is {list(self.betas)}; give two numbers of at least 0 and below 1, such as [0.9, 0.95]",
-        )
 
     def rates(self, ratio: float) -> str:
         """The options that set the learning rates of a batch `ratio` times as large, by its root (Malladi et al. 2022)."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -64,11 +64,7 @@ class Measure:
     sound: bool = False
 
 
-MEASURES: Registry[Measure] = Registry(
-    "measure",
-    "better lower or higher, and one of ratio, share, perplexity and median",
-    lambda measure: measure.better in get_args(Better) and measure.kind in get_args(Kind),
-)
+MEASURES: Registry[Measure] = Registry("measure")
 """Figures by name; `train.eval.measures.register_metric` adds some."""
 
 for _name, _measure in {

@@ -114,9 +114,7 @@ class Callback(Observer):
 
 CallbackClass = TypeVar("CallbackClass", bound=type[Callback])
 
-CALLBACKS: Registry[type[Callback]] = Registry(
-    "callback", "a subclass of Callback", lambda value: isinstance(value, type) and issubclass(value, Callback)
-)
+CALLBACKS: Registry[type[Callback]] = Registry("callback")
 """Callbacks by name."""
 
 

@@ -44,11 +44,7 @@ _ALL: tuple[Reader, ...] = (
     RECORDINGS,
 )
 
-READERS: Registry[Reader] = Registry(
-    "format",
-    "a class with name, summary, recognise(path) and __call__(path, options)",
-    lambda reader: callable(reader) and callable(getattr(reader, "recognise", None)) and hasattr(reader, "summary"),
-)
+READERS: Registry[Reader] = Registry("format")
 """Readers by name, from the most specific format to the most general: the first that recognises a path reads it, those of
 plug-ins before all others."""
 
@@ -59,7 +55,7 @@ for _reader in _ALL:
 def register_reader(reader_class: type[Reader]) -> type[Reader]:
     """A decorator for a reader's class, which has no arguments; the name is its attribute `name`."""
     reader = reader_class()
-    READERS.add(getattr(reader, "name", ""), reader)
+    READERS.add(reader.name, reader)
     return reader_class
 
 

@@ -13,7 +13,7 @@ sources: [{kind: tones, options: {pitch: 220}}]    # in the configuration of a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from omni.plugins import Registry, load_plugins
@@ -95,9 +95,7 @@ class SourceOptions:
         """Makes what training would otherwise wait for, once before it starts."""
 
 
-SOURCES: Registry[type[SourceOptions]] = Registry(
-    "source", "a dataclass of train.SourceOptions", lambda entry: issubclass(entry, SourceOptions) and is_dataclass(entry)
-)
+SOURCES: Registry[type[SourceOptions]] = Registry("source")
 for _kind in ("stored", "stream"):
     SOURCES.add(_kind, SourceOptions)
 

@@ -105,7 +105,7 @@ TIMEOUT = 600.0
 _VARIANTS = ("f1", "f2", "f3", "f4", "f5", "m1", "m2", "m3", "m4", "m5", "m6", "m7", "m8")
 
 
-VOICES: Registry[Callable[..., Any]] = Registry("voice", "a function of a text", callable)
+VOICES: Registry[Callable[..., Any]] = Registry("voice")
 """Voices of plug-ins by name."""
 
 
