@@ -144,9 +144,7 @@ class Layout:
         fill: Literal["pad", "sampled"] = "pad",
     ) -> Layout:
         """A layout of one audio stream per codebook and a text stream without delay; audio stream i is delayed by i + 1."""
-        delays = tuple(delays) if delays is not None else tuple(range(1, len(codebook_sizes) + 1))
-        if len(delays) != len(codebook_sizes):
-            raise UserError(f"layout: {len(delays)} delays for {len(codebook_sizes)} codebooks; give one each")
+        delays = range(1, len(codebook_sizes) + 1) if delays is None else delays
         audio = [Stream("audio", n, specials, d) for n, d in zip(codebook_sizes, delays, strict=True)]
         return cls((*audio, Stream("text", text_size, specials, rows=text_rows)), features, fill)
 

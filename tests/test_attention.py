@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,39 +16,6 @@ from omni.config import preset
 from omni.model.attention import _OLD, PackedRows, _ampere, attention, choose_kernels, takes_packed
 from omni.model.decoder import causal_mask
 from omni.model.speech_model import SpeechModel
-
-ROOT = Path(__file__).parent.parent
-OTHER_DOORS = {
-    "scaled_dot_product_attention",
-    "MultiheadAttention",
-    "multi_head_attention_forward",
-    "flex_attention",
-    "varlen_attn",
-}
-OPEN = {"omni/model/attention.py"}
-"""The door."""
-
-
-def doors(source: str) -> set[str]:
-    """Names of attention functions that a program mentions."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute):
-            found.add(node.attr)
-        elif isinstance(node, ast.Name):
-            found.add(node.id)
-        elif isinstance(node, ast.ImportFrom):
-            found |= {alias.name for alias in node.names}
-    return found & OTHER_DOORS
-
-
-def test_attention_has_one_door() -> None:
-    files = [file for package in ("omni", "train", "infer") for file in sorted((ROOT / package).rglob("*.py"))]
-    sources = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
-    used = {name: doors(source) for name, source in sources.items() if any(door in source for door in OTHER_DOORS)}
-    assert {name for name, found in used.items() if found} == OPEN
-    assert doors("import torch.nn.functional as F\ny = F.scaled_dot_product_attention(q, k, v)")
-    assert doors("from torch.nn import MultiheadAttention as M")
 
 
 @pytest.fixture

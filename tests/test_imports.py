@@ -67,10 +67,6 @@ def test_imports_point_one_way(package):
         assert not wrong, f"{file.relative_to(ROOT)} imports {', '.join(sorted(wrong))}"
 
 
-def test_the_check_can_fail():
-    assert imported("def f():\n    from train.trainer.loop import x\nimport argparse as a") == {"train", "argparse"}
-
-
 def test_importing_omni_brings_no_launcher_along():
     code = (
         "import sys, omni; from omni import SpeechLM; "
@@ -185,6 +181,17 @@ def test_names_are_nouns_of_the_field():
     assert identifiers("def told(few, *, odd=1): return few.how") >= {"told", "few", "odd", "how"}
     used = {name: identifiers(file.read_text(encoding="utf-8")) & STOPPED for name, file in FILES.items()}
     assert {name: words for name, words in used.items() if words} == {}
+
+
+ATTENTION = {
+    "scaled_dot_product_attention", "MultiheadAttention", "multi_head_attention_forward", "flex_attention", "varlen_attn",
+}  # fmt: skip
+
+
+def test_attention_has_one_door():
+    assert {name for name, file in FILES.items() if identifiers(file.read_text(encoding="utf-8")) & ATTENTION} == {
+        "omni.model.attention"
+    }
 
 
 KNOWN = {"_exit", "_getframe", "_handle", "_Pointer", "_asdict", "_fields", "_replace", "_dynamo"}

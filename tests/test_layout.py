@@ -144,18 +144,6 @@ def test_sampled_fill_feeds_back_what_was_said_and_stops_with_the_last_stream():
     assert push.done
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_trained_cells_say_each_end_once(name):
-    layout = LAYOUTS[name]
-    text, codes = random_answer(layout, 3, 4, seed=5)
-    tokens, valid = layout.delayed(text, codes)
-    for k, s in enumerate(layout.streams):
-        assert int(((tokens[k] == s.special("end")) & valid[k]).sum()) == 1
-        trained = tokens[k][valid[k]]
-        if layout.fill == "pad":
-            assert not (trained == s.special("pad")).any()
-
-
 def test_a_given_stream_is_never_trained_and_answers_with_one_are_refused():
     layout = Layout((Stream("audio", 4, 5, 1), Stream("audio", 4, 5, 1, role="given"), Stream("text", 4, 5)))
     _, valid = layout.delayed(torch.tensor([1]), torch.zeros(2, 3, dtype=torch.long))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +37,6 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen[func.__name__.partition(".")[0]] += 1
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def calls() -> Iterator[Counter[str]]:
-    with Calls() as mode:
-        yield mode.seen
 
 
 def made(lora: float | None = None) -> tuple[Objective, Batch]:
@@ -85,9 +77,9 @@ def test_selective_computes_products_and_attention_once_and_the_rest_twice() -> 
     objective, batch = made()
     seen = []
     for recompute in EVERY:
-        with calls() as found:
+        with Calls() as mode:
             gradients_of(objective, batch, recompute)
-        seen.append(found)
+        seen.append(mode.seen)
     plain, whole, selective = seen
     assert {name: selective[name] for name in PRODUCTS} == {name: plain[name] for name in PRODUCTS}
     assert all(whole[name] > plain[name] for name in PRODUCTS if plain[name]) and plain["mm"] and plain["addmm"]

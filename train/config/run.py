@@ -6,10 +6,9 @@ Every key can also be given on the command line (`--optimizer.lr 3e-4`). Keys ar
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -17,10 +16,11 @@ from pydantic import Field, PositiveFloat
 from omni.config import preset
 from omni.errors import UserError
 from omni.plugins import load_plugins
-from omni.utils.configuration import configuration
+from omni.utils.configuration import configuration, plain
 from train.balance.config import BalanceConfig, check_balance
 from train.config.sections import (
     LARGEST_SEED,
+    LORA,
     BudgetConfig,
     CheckpointConfig,
     FabricConfig,
@@ -31,7 +31,6 @@ from train.config.sections import (
     ScheduleConfig,
     ValidationConfig,
     _need,
-    learning,
 )
 from train.data.config import DataConfig
 from train.objective.config import NO_ALIGNMENT_HEAD, NO_TURN_HEAD, ObjectiveConfig, check_stream_weights, untrained
@@ -154,11 +153,9 @@ class FitConfig:
     @property
     def trainable_patterns(self) -> tuple[str, ...]:
         """Names of the trainable parameters, as patterns."""
-        return learning(self.trainable, self.lora)
+        return self.trainable if self.lora is None else (LORA, *self.lora.trainable)
 
 
 def plain_config(config: FitConfig) -> dict[str, Any]:
     """The configuration as plain data (mappings, lists, numbers and texts), without the names of plug-ins and callbacks."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    del plain["plugins"], plain["callbacks"]
-    return plain
+    return {key: value for key, value in plain(config).items() if key not in ("plugins", "callbacks")}

@@ -44,11 +44,6 @@ class LoRASection(LoRAConfig):
     merged: bool = True
 
 
-def learning(trainable: tuple[str, ...], section: LoRASection | None) -> tuple[str, ...]:
-    """Names of the trainable parameters, as patterns."""
-    return trainable if section is None else (LORA, *section.trainable)
-
-
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
@@ -307,12 +302,12 @@ class CheckpointConfig:
     upload: str | None = None
 
     def __post_init__(self) -> None:
+        figure, slash, part = self.metric.partition("/")
         _need(
-            self.metric.partition("/")[0] in FIGURES,
+            figure in FIGURES,
             f"checkpoint.metric {self.metric!r} is unknown; known: {', '.join(FIGURES)}, or one of a part, such as "
             f"{FIGURES[0]}/A1A2",
         )
-        figure, slash, part = self.metric.partition("/")
         where = f"checkpoint.metric is {self.metric}"
         if re.fullmatch(r"[A-Z]\d[A-Z]\d", part):
             find_task(part, where)
