@@ -37,6 +37,17 @@ def slow_delay(layout: Layout, text: list[int] | None, frames: list[list[int]] |
     return rows
 
 
+def undelayed(layout: Layout, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `Layout.delayed`: tokens [K, C] to text [T] and codes [A, F] of the frames that are whole."""
+    rows = []
+    for k, s in enumerate(layout.streams):
+        row = tokens[k, s.delay :]
+        ends = (row >= s.size).nonzero()
+        rows.append(row[: int(ends[0])] if len(ends) else row)
+    frames = min(len(row) for row in rows[:-1])
+    return rows[-1], torch.stack([row[:frames] for row in rows[:-1]])
+
+
 def random_answer(layout: Layout, words: int | None, frames: int | None, seed: int):
     g = torch.Generator().manual_seed(seed)
     text = None if words is None else torch.randint(layout.text.size, (words,), generator=g)
@@ -51,12 +62,15 @@ CASES = [(3, 5), (6, 2), (0, 4), (4, 0), (0, 0), (4, None), (None, 3), (30, 1), 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("words, frames", CASES)
-def test_offline_delay_equals_slow_reference(name, words, frames):
+def test_offline_delay_equals_slow_reference_and_has_an_inverse(name, words, frames):
     layout = LAYOUTS[name]
     text, codes = random_answer(layout, words, frames, seed=1)
     tokens, _ = layout.delayed(text, codes)
     said = None if text is None else text.tolist()
     assert tokens.tolist() == slow_delay(layout, said, None if codes is None else codes.tolist())
+    back_text, back_codes = undelayed(layout, tokens)
+    assert back_text.tolist() == ([] if text is None else text.tolist())
+    assert back_codes.tolist() == ([[]] * layout.n_audio if codes is None else codes.tolist())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
