@@ -14,8 +14,8 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime import hearing
 from infer.serve.realtime.hearing import PARTIAL, Transcripts
 from tests.infer.serve.conftest import Client, noise, pcm
-from tests.infer.serve.test_turn_sound import append, chunked, run
-from tests.infer.serve.test_turns import at24, say
+from tests.infer.serve.test_turn_sound import chunked, run
+from tests.infer.serve.test_turns import append, at24, say
 
 __all__ = ["chunked", "run"]
 

@@ -23,8 +23,8 @@ from omni.text import Tokenizer
 from tests.generate.session_toys import inside
 from tests.infer.conftest import TINY, tiny_model
 from tests.infer.serve.caller import LocalEngine
-from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, pcm, sound_of, with_client
-from tests.infer.serve.test_turns import at24, say
+from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, sound_of, with_client
+from tests.infer.serve.test_turns import append, at24, say
 
 Body = Callable[[Client], Coroutine[Any, Any, Any]]
 VAD = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}}}
@@ -73,12 +73,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineHost, "listens", property(lambda self: False))
-
-
-async def append(client: Client, sound: np.ndarray) -> None:
-    for start in range(0, len(sound), 960):
-        await client.send("input_audio_buffer.append", audio=pcm(sound[start : start + 960]))
-        await asyncio.sleep(0.001)
 
 
 async def three_turns(client: Client) -> None:

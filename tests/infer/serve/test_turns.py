@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from tests.infer.serve.conftest import Client, noise, pcm
 from tests.infer.turns.test_turns import at24, say
 
 
-async def stream(client: Client, sound: np.ndarray, since: float = 0.0) -> None:
+async def append(client: Client, sound: np.ndarray) -> None:
     """Send a sound at 24 kHz in pieces of 40 ms, as fast as it is taken."""
     for start in range(0, len(sound), 960):
         await client.send("input_audio_buffer.append", audio=pcm(sound[start : start + 960]))
+        await asyncio.sleep(0.001)
 
 
 @pytest.mark.sampled(1)
@@ -23,7 +25,7 @@ def test_a_spoken_turn_is_found_committed_and_answered(talk: Any, kind: str) -> 
     sound = at24(say("what is two plus three"))
 
     async def body(client: Client) -> None:
-        await stream(client, sound)
+        await append(client, sound)
         await client.until("response.done")
         kinds = [k for k in client.types if k.startswith("input_audio") or k == "response.created"]
         speech = ["speech_started", "speech_stopped", "committed"]
@@ -64,10 +66,10 @@ def test_speech_interrupts_and_a_backchannel_does_not(talk: Any) -> None:
         await client.send("session.update", session={"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}})
         await client.send("response.create")
         await client.until("response.output_audio.delta")
-        await stream(client, at24(say("yeah", rate=260))[12_000:])
+        await append(client, at24(say("yeah", rate=260))[12_000:])
         assert [event["active"] for event in client.events if event["type"] == "omni.ducked"] == [True, False]
         assert "input_audio_buffer.speech_started" not in client.types and client.session.responses.active is not None
-        await stream(client, at24(say("what is two plus three"))[12_000:])
+        await append(client, at24(say("what is two plus three"))[12_000:])
         started = client.types.index("input_audio_buffer.speech_started")
         done = client.types.index("response.done")
         assert started < done and "response.output_audio.delta" not in client.types[started:done]
