@@ -173,22 +173,13 @@ def test_a_process_that_ended_by_an_error_of_its_own_says_it_and_ends_the_others
 
 
 def entry(name: str, number: int, state: str, size: int = 5) -> dict[str, Any]:
-    group = ["0", "default_pg"]
-    return {
-        "profiling_name": name,
-        "collective_seq_id": number,
-        "state": state,
-        "input_sizes": [[size]],
-        "process_group": group,
-    }
+    words = {"profiling_name": name, "collective_seq_id": number, "state": state}
+    return {**words, "input_sizes": [[size]], "process_group": ["0", "default_pg"]}
 
 
 def test_it_is_the_first_that_has_not_ended_or_the_last_one_where_ends_are_not_seen() -> None:
-    nccl = [
-        entry("nccl:all_reduce", 1, "completed"),
-        entry("nccl:all_gather", 2, "started"),
-        entry("nccl:all_reduce", 3, "scheduled"),
-    ]
+    names = (("all_reduce", "completed"), ("all_gather", "started"), ("all_reduce", "scheduled"))
+    nccl = [entry(f"nccl:{name}", number, state) for number, (name, state) in enumerate(names, 1)]
     assert described(nccl) == "nccl:all_gather of [5], the group's number 2"
     assert described(nccl[:1]) == "" == described([])
     gloo = [entry("gloo:all_reduce", 1, "scheduled"), entry("gloo:broadcast", 2, "scheduled", 1000)]

@@ -44,19 +44,9 @@ class Torchrun:
         config = folder / "tiny.yaml"
         config.write_text(TINY)
         self.run, self.file = folder / strategy, folder / f"{strategy}.log"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--max-restarts",
-            "4",
-            "-m",
-            "train",
-            "fit",
-        ]
-        command += [str(config), "--run_folder", str(self.run), "--fabric.strategy", strategy, *options]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "4"]
+        command = [*torchrun, "-m", "train", "fit", str(config), "--run_folder", str(self.run)]
+        command += ["--fabric.strategy", strategy, *options]
         with self.file.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env=environment())
         self.known: set[int] = set()

@@ -14,6 +14,7 @@ from tests.train.toys import ALONE, OF_THE_MACHINE, toy_batch, toy_config, toy_f
 from train.config.sections import BudgetConfig, LogConfig
 from train.console import progress as console
 from train.console.progress import TrainProgress
+from train.objective.objective import Losses
 from train.trainer import screen
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
@@ -77,18 +78,21 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     """Also after a start that goes on within a row of the log."""
     objective = toy_parts().objective
     losses = [objective(toy_batch(shard, 0), torch.ones(3)) for shard in range(3)]
-    meter = StepMetrics(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
+
+    def mean(*each: Losses) -> Any:
+        sums, counts = (sum(float(getattr(x, name)[:, 1].sum()) for x in each) for name in ("sums", "counts"))
+        return pytest.approx(sums / counts)
+
+    meter, again = (StepMetrics(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE) for _ in "ab")
     for each in losses:
         meter.add(each)
-        assert meter.look()["loss/text"] == pytest.approx(float(each.sums[:, 1].sum() / each.counts[:, 1].sum()))
-    again = StepMetrics(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE)
+        assert meter.look()["loss/text"] == mean(each)
     again.restore(meter.state())
     again.add(losses[0])
-    assert again.look()["loss/text"] == pytest.approx(float(losses[0].sums[:, 1].sum() / losses[0].counts[:, 1].sum()))
-    sums, counts = (sum(float(getattr(x, kind)[:, 1].sum()) for x in losses) for kind in ("sums", "counts"))
-    assert meter.figures()["loss/text"] == pytest.approx(sums / counts)
+    assert again.look()["loss/text"] == mean(losses[0])
+    assert meter.figures()["loss/text"] == mean(*losses)
     meter.add(losses[1])
-    assert meter.look()["loss/text"] == pytest.approx(float(losses[1].sums[:, 1].sum() / losses[1].counts[:, 1].sum()))
+    assert meter.look()["loss/text"] == mean(losses[1])
 
 
 # --- steps that take long ------------------------------------------------------------------------------------------------

@@ -53,7 +53,9 @@ def write(folder: Path, upto: int = 0) -> None:
     logs.close()
 
 
-def test_all_figures_go_to_it_under_their_steps(fake: Any, tmp_path: Path) -> None:
+def test_all_figures_go_to_it_under_their_steps_where_a_project_is_named(fake: Any, tmp_path: Path) -> None:
+    Logs(tmp_path, 0).close()
+    assert not fake.given
     write(tmp_path / "mine")
     assert fake.run.rows == [
         (1, {"train/loss": 2.0, "train/lr": 0.1}),
@@ -65,11 +67,6 @@ def test_all_figures_go_to_it_under_their_steps(fake: Any, tmp_path: Path) -> No
     given = fake.given
     assert (given["project"], given["name"], given["config"]) == ("speech", "mine", {"seed": 3})
     assert (given["resume"], given["dir"], given["id"]) == ("allow", str(tmp_path / "mine"), run_id(tmp_path / "mine"))
-
-
-def test_without_a_project_it_is_not_asked(fake: Any, tmp_path: Path) -> None:
-    Logs(tmp_path, 0).close()
-    assert not fake.given
 
 
 @pytest.mark.long
