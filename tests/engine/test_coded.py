@@ -15,7 +15,7 @@ from omni.engine.sound import SoundDecoder
 from omni.engine.wire import CodedSound
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
-from tests.engine.test_process import LONG, play, told
+from tests.engine.test_process import LONG, play_alike, told
 from tests.generate.session_toys import TALKATIVE
 
 
@@ -34,11 +34,7 @@ def engine(saved: Path) -> Iterator[EngineProcess]:
 @pytest.mark.parametrize("seed", range(4))
 def test_two_conversations_get_and_remember_the_same(lm: SpeechLM, engine: EngineProcess, seed: int) -> None:
     before = engine.decoding
-    (ours, our_past), (wanted, past) = play(engine, seed), play(lm, seed)
-    assert our_past == past and any(turns for turns, _ in past)
-    for mine, other in zip(ours, wanted, strict=True):
-        assert mine[0] == other[0] and mine[2:] == other[2:]
-        assert torch.equal(mine[1], other[1])
+    play_alike(lm, engine, seed)
     assert engine.decoding > before
 
 

@@ -201,33 +201,20 @@ def test_slots_that_are_taken_bound_the_queue_too(lm: SpeechLM) -> None:
         assert isinstance(list(four.ask("hello", "T1A2"))[-1], Ended)
 
 
-@pytest.mark.long
-def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM) -> None:
-    lm.start_engine(slots=2, patience=0.1)
-    options: dict[str, Any] = {"sampling": Sampling(1.0, top_k=3), "max_tokens": 300}
-    with lm.session(**options) as asleep, lm.session(**options) as awake:
-        events = asleep.ask("hello", "T1T2")
-        next(events)
-        deadline = time.perf_counter() + 20
-        while inside(asleep)._last is not None and not inside(asleep)._last.over and time.perf_counter() < deadline:
-            time.sleep(0.02)
-        assert awake.ask("hello", "T1T2").answer().ended in ("end", "length")
-        ended = list(events)[-1]
-        assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.1 s" in ended.error
-        assert not asleep.turns and asleep.ask("and", "T1T2").answer().ended in ("end", "length")
-
-
-def test_a_live_listener_who_never_reads_loses_its_answer_and_others_go_on(lm: SpeechLM) -> None:
+@pytest.mark.parametrize(("pace", "task"), [("live", "T1A2"), pytest.param("read", "T1T2", marks=pytest.mark.long)])
+def test_an_answer_that_nobody_reads_ends_and_others_go_on(lm: SpeechLM, pace: str, task: str) -> None:
     lm.start_engine(slots=2, patience=0.05)
-    with lm.session(**LONG | {"max_seconds": 10.0}) as asleep, lm.session(**LONG) as awake:
-        unread, read = asleep.ask("hello", "T1A2"), list(awake.ask("hello", "T1A2"))
-        assert inside(asleep)._last is not None and inside(asleep)._last.left.wait(20) and len(inside(asleep)._last.wrote) < 60
+    options = LONG | {"pace": pace, "max_tokens": 300}
+    with lm.session(**options | {"max_seconds": 10.0}) as asleep, lm.session(**options) as awake:
+        unread, read = asleep.ask("hello", task), list(awake.ask("hello", task))
+        running = inside(asleep)._last
+        assert running is not None and running.left.wait(20) and (pace == "read" or len(running.wrote) < 60)
         ended = list(unread)[-1]
         assert isinstance(ended, Ended) and ended.error is not None and "nobody has read this answer for 0.05 s" in ended.error
         assert not asleep.turns and len(awake.turns) == 1
         assert isinstance(read[-1], Ended) and read[-1].reason in ("end", "length")
         asleep.cancel()
-        assert next(asleep.ask("and", "T1A2"))
+        assert next(asleep.ask("and", task))
     with pytest.raises(UserError, match="patience is 0"):
         SpeechLM(lm.model, lm.tokenizer).start_engine(patience=0)
 

@@ -72,6 +72,14 @@ def play(engine: Any, seed: int) -> tuple[Any, ...]:
         return got, [told(one), told(two)]
 
 
+def play_alike(lm: SpeechLM, engine: EngineProcess, seed: int) -> None:
+    (ours, our_past), (wanted, past) = play(engine, seed), play(lm, seed)
+    assert our_past == past and any(turns for turns, _ in past)
+    for mine, other in zip(ours, wanted, strict=True):
+        assert mine[0] == other[0] and mine[2:] == other[2:]
+        assert torch.equal(mine[1], other[1])
+
+
 def told(session: Any) -> Any:
     turns = [
         (t.features, tuple(t.question), t.text, None if t.codes is None else t.codes.tolist(), t.cut) for t in session.turns
@@ -84,11 +92,7 @@ def told(session: Any) -> Any:
 def test_two_conversations_get_and_remember_what_they_do_in_this_process(
     lm: SpeechLM, engine: EngineProcess, seed: int
 ) -> None:
-    (ours, our_past), (wanted, past) = play(engine, seed), play(lm, seed)
-    assert our_past == past and any(turns for turns, _ in past)
-    for mine, other in zip(ours, wanted, strict=True):
-        assert mine[0] == other[0] and mine[2:] == other[2:]
-        assert torch.equal(mine[1], other[1])
+    play_alike(lm, engine, seed)
 
 
 @pytest.mark.long
