@@ -124,15 +124,11 @@ def take_plugins(words: Sequence[str]) -> list[str]:
     Raises:
         UserError: as of `load_plugins`, or the name is missing.
     """
-    names, rest = [], []
-    remaining = iter(words)
+    names, rest, remaining = [], [], iter(words)
     for word in remaining:
-        if word == "--":
-            rest += [word, *remaining]
-            break
         option, equals, value = word.partition("=")
         if option != "--plugin":
-            rest.append(word)
+            rest += [word, *remaining] if word == "--" else [word]
             continue
         name = value if equals else next(remaining, "")
         if not name or name.startswith("-"):

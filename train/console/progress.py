@@ -184,11 +184,9 @@ class Bar(Screen):
         if self.bar is not None:
             self.bar.total = total
             self.bar.update(done - self.bar.n)
-            return
-        now = time.monotonic()
-        if now - self.shown_at >= LINE_SECONDS and done:
-            self.shown_at = now
-            rate = done / (now - self.started)
+        elif done and time.monotonic() - self.shown_at >= LINE_SECONDS:
+            self.shown_at = time.monotonic()
+            rate = done / (self.shown_at - self.started)
             left = duration((total - done) / rate)
             self.say(f"{short(done)}B of {short(total)}B written ({done / total:.0%}), {short(rate)}B/s, {left} left")
 
