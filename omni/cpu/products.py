@@ -5,7 +5,6 @@ All products of a step of 0.5B in ms, for one row, two and eight, two threads (E
 | processor | number format | `F.linear`, oneDNN | the weight first | compiled |
 |---|---|---|---|---|
 | EPYC with AVX512-VNNI, no AMX | float32 (whole step) | 147, 245 | 85, 83 | |
-| | bfloat16 | two rows: 70 | two rows: 100 | |
 | | int8 | 17, 24, 27 | | |
 | Xeon with AMX | float32 | 96, 95, 207 | 95, 200, 188 | 146, 154, 212 |
 | | bfloat16 | 79, 70, 88 | 76, 52, 83 | 127, 118, 379 |
@@ -15,15 +14,9 @@ So few float32 rows have the weight first where the processor is not Intel's, fo
 is exact (VNNI), and else compiled (`omni.cpu.int8`); all else is `F.linear`'s. With AMX bfloat16 has 0.5B's first sound after
 2.9 s, and float32 after 6.2 (one thread).
 
-A step of one column is compiled (`omni.cpu.step`) in int8 and, of a small model, in float32:
-
-| a step of 1, 4, 8 and 64 rows in ms | modules | compiled |
-|---|---|---|
-| `nano` in float32, Xeon with AMX, one thread | 2.0, 2.3, 2.8, 9.3 | 0.6, 0.8, 1.2, 9.3 |
-| 0.5B in int8, the same with two threads | 78, 59, 76, 168 | 56, 48, 59, 167 |
-
-On an EPYC with AVX2 alone 0.5B in int8 takes 1.65 times as many steps. Prompts (64 columns of `nano`: 5.0 ms in both) and
-encoders are the modules' alone.
+A step of one column is compiled (`omni.cpu.step`) in int8 and, of a small model, in float32. Steps of 1, 4, 8 and 64 rows on
+that Xeon: `nano` in float32, one thread, takes 0.6, 0.8, 1.2 and 9.3 ms instead of 2.0, 2.3, 2.8 and 9.3; 0.5B in int8, two
+threads, 56, 48, 59 and 167 instead of 78, 59, 76 and 168. Prompts and encoders are the modules' alone.
 
 For inference only: where autograd records, and without `use_fast`, `F.linear` is called. Results agree to rounding (1e-5
 relative in float32).

@@ -304,18 +304,12 @@ def _where(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     return torch.where(rows.view(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
-class _Record(NamedTuple):
-    rows: Sequence[RunnerRow | None]
-    host: Tensor
-    event: Any
-
-
 class StepRecords:
     """Copies what `omni.generate.rows.RowState.write` packed, and unpacks it when it is read."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._pending: deque[_Record] = deque()
+        self._pending: deque[tuple[Sequence[RunnerRow | None], Tensor, Any]] = deque()  # with what to wait for
         self._hosts: dict[int, list[Tensor]] = {}  # pinned buffers that wait for a record, by their widths
 
     def add(self, rows: Sequence[RunnerRow | None], packed: Tensor, most: int, pinned: bool) -> None:
@@ -329,7 +323,7 @@ class StepRecords:
         """
         if not pinned:
             here = packed.numpy().copy() if packed.device.type == "cpu" else packed.clone()
-            self._pending.append(_Record(rows, torch.as_tensor(here), None))
+            self._pending.append((rows, torch.as_tensor(here), None))
             return
         width = packed.shape[1]
         free = self._hosts.setdefault(width, [])
@@ -339,21 +333,21 @@ class StepRecords:
         host[: len(rows)].copy_(packed, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending.append(_Record(rows, host, event))
+        self._pending.append((rows, host, event))
 
     def read(self, late: int) -> list[tuple[RunnerRow, StepOutput]]:
         """Outputs of the steps since the last call, without the newest `late` ones; of rows that are still there."""
         a, k = self._layout.n_audio, len(self._layout)
         out = []
         while len(self._pending) > late:
-            record = self._pending.popleft()
-            if record.event is not None:
-                record.event.synchronize()
-                self._hosts.setdefault(record.host.shape[1], []).append(record.host)
-            known = record.host[: len(record.rows)]
+            rows, host, event = self._pending.popleft()
+            if event is not None:
+                event.synchronize()
+                self._hosts.setdefault(host.shape[1], []).append(host)
+            known = host[: len(rows)]
             wide = known.shape[1] > k + a + 7
             logprobs = known[:, k + a + 7 :].to(torch.int32).view(torch.float32).tolist() if wide else [()] * len(known)
-            for row, values, own in zip(record.rows, known.tolist(), logprobs, strict=True):
+            for row, values, own in zip(rows, known.tolist(), logprobs, strict=True):
                 if row is None or row.done or not row.live:
                     continue
                 has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a : k + a + 7]

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from itertools import product
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -109,22 +109,21 @@ def coming(starts: Sequence[Start], visible: Sequence[int]) -> Iterator[list[Run
             yield stepped
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _on_device(method: Callable[Concatenate[Runner, P], R]) -> Callable[Concatenate[Runner, P], R]:
+def _on_device(method: F) -> F:
     """Run a method with the runner's GPU as CUDA's current device, to which streams, events, graphs and pinned memory belong,
     wherever the tensors are."""
 
     @wraps(method)
-    def here(self: Runner, *args: P.args, **kwargs: P.kwargs) -> R:
+    def here(self: Runner, *args: Any, **kwargs: Any) -> Any:
         if not self._cuda:
             return method(self, *args, **kwargs)
         with torch.cuda.device(self._device):
             return method(self, *args, **kwargs)
 
-    return here
+    return here  # type: ignore[return-value]
 
 
 class Runner:

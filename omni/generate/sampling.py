@@ -39,18 +39,13 @@ def write_rows(targets: Sequence[Tensor], rows: Sequence[int], values: Sequence[
         for target, value in zip(targets, values, strict=True):
             target.numpy()[list(rows)] = value.numpy().reshape(len(value), *target.shape[1:])
         return
-    parts = [torch.tensor(list(rows))[:, None], *(_bits(value) for value in values)]
+    whole = (value.view(torch.int32) if value.is_floating_point() else value for value in values)
+    parts = [torch.tensor(list(rows))[:, None], *(value.reshape(len(value), -1).long() for value in whole)]
     index, *columns = to_device(torch.cat(parts, dim=1), device).split([part.shape[1] for part in parts], dim=1)
     index = index.flatten()
     for target, column in zip(targets, columns, strict=True):
         number = column.to(torch.int32).view(torch.float32) if target.is_floating_point() else column.to(target.dtype)
         target.index_copy_(0, index, number.view(-1, *target.shape[1:]))
-
-
-def _bits(value: Tensor) -> Tensor:
-    """Numbers [B, ...] as whole numbers [B, n]; of fp32 numbers their bits."""
-    whole = value.view(torch.int32) if value.is_floating_point() else value
-    return whole.reshape(len(value), -1).long()
 
 
 Array = np.ndarray[Any, Any]
@@ -61,11 +56,9 @@ def per_stream(layout: Layout, plan: SamplingPlan) -> tuple[Sampling, ...]:
     if isinstance(plan, Sampling):
         return (plan,) * len(layout)
     known = ("text", "audio", *layout.names[:-1])
-    for name, value in plan.items():
+    for name in plan:
         if name not in known:
             raise UserError(f"sampling: {name!r} is no stream; {closest(name, known)}")
-        if not isinstance(value, Sampling):
-            raise UserError(f"sampling: {name!r} is {value!r}; it must be a Sampling")
     kinds = [s.kind for s in layout.streams]
     return tuple(plan.get(name, plan.get(kind, GREEDY)) for name, kind in zip(layout.names, kinds, strict=True))
 

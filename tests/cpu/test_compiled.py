@@ -56,12 +56,6 @@ def gate(place: Place) -> list[Array]:
     return [held, factor]
 
 
-def add(place: Place) -> list[Array]:
-    x, products = place((1, WIDTH), numbers(0, 1, WIDTH)), place((1, WIDTH), numbers(1, 1, WIDTH))
-    compiled_int8.add(x, products, numbers(2, 1))
-    return [x]
-
-
 def turn(place: Place) -> list[Array]:
     """Of two rows of a cache of four slots, with norms."""
     products, wide = place((2, 96), numbers(0, 2, 96)), place((2, 96))
@@ -82,7 +76,7 @@ def embed(place: Place) -> list[Array]:
     return [out]
 
 
-@pytest.mark.parametrize("work", [norm, add_and_round, gate, add, turn, embed])
+@pytest.mark.parametrize("work", [norm, add_and_round, gate, turn, embed])
 def test_neighbours_change_no_bit(work: Callable[[Place], list[Array]]) -> None:
     far = work(placer(4096))
     for gap in (0, 4, 64, 192, 320):

@@ -226,19 +226,10 @@ def test_a_compiled_step_leaves_weights_their_own(calls: list[str], tmp_path: Pa
     handle.remove()
     with torch.autocast("cpu", torch.bfloat16):
         assert steps(model)[0].isfinite().all() and not calls
-
-
-@pytest.mark.parametrize("rows", [2, 9])
-def test_a_model_that_serves_still_refuses_to_write_its_cache_while_autograd_records(model: SpeechModel, rows: int) -> None:
-    use_fast(model)
-    tokens = torch.stack([torch.randint(0, s.size, (rows, 1)) for s in model.layout.streams], 1)
-    cache = model.make_cache(rows, 9, chunk=4)
-    with torch.no_grad():
-        model(tokens, input_pos=torch.zeros(rows, 1, dtype=torch.long), cache=cache)  # its weights are fused by now
-    before = cache.keys[0].clone()
+    cache = model.make_cache(5, 9)
     with pytest.raises(RuntimeError, match="in place while autograd records"):
-        model(tokens, input_pos=torch.ones(rows, 1, dtype=torch.long), cache=cache)
-    assert cache.keys[0].equal(before)
+        model(tokens[:, :, :1], input_pos=torch.zeros(5, 1, dtype=torch.long), cache=cache)
+    assert not cache.keys[0].any()
 
 
 def test_blocks_of_other_linears_are_not_compiled(model: SpeechModel) -> None:
