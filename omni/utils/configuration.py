@@ -108,6 +108,7 @@ def _allowed(problem: Any) -> str:
     """What pydantic takes instead of a value, in words of YAML."""
     text = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     text = re.sub(r", (unable|got) .*|a dictionary or an instance of .*|a valid dictionary", "", text) or "a mapping of keys"
+    text = re.sub(r"(?:Tuple|List) should have (.*) after validation.*", r"a list of \1", text)
     for theirs, ours in (("valid integer", "whole number"), ("valid ", ""), ("tuple", "list"), ("a string", "a text")):
         text = text.replace(theirs, ours)
     return text
@@ -117,7 +118,7 @@ def _walk(data: Any, loc: Sequence[Any]) -> tuple[list[Any], Any]:
     """The part of an error's place that is in plain data (what follows are names of types), and the value there."""
     parts: list[Any] = []
     for part in loc:
-        if (isinstance(data, Mapping) and part in data) or (isinstance(data, (list, tuple)) and isinstance(part, int)):
+        if part in (data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, (list, tuple)) else ()):
             data = data[part]
             parts.append(part)
         else:

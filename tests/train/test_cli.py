@@ -66,6 +66,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
             ["fit", "FILE", "--optimizer.name", "adan"],
             "option --optimizer.name is 'adan'; it must be 'adamw', 'muon' or 'paged_adamw_8bit'; did you mean adamw?",
         ),
+        (["fit", "FILE", "--optimizer.betas", "[0.5]"], "option --optimizer.betas.1 is missing; give it"),
         (["fit", "FILE", "--budget.steps", "0"], "option --budget.steps is 0; it must be greater than 0, or null"),
         (["fit", "FILE", "stray"], "unrecognized arguments: stray; see "),
         (
