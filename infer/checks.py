@@ -160,14 +160,24 @@ def check_playing(options: BenchOptions) -> None:
 
 def check_picture(file: str) -> None:
     """UserError for a place where no PNG file can be written."""
-    refuse_remote(file, "picture", write=True)
-    path = replaceable(file)
-    if path.suffix.lower() != ".png":
+    if Path(file).suffix.lower() != ".png":
         raise UserError(f"--plot {file!r} is no name of a PNG file; end it in .png")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot {file!r}: there is no folder {str(path.parent)!r}; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"--plot {file!r}: the folder {str(path.parent)!r} cannot be written; name another one")
+    check_place("--plot", file, "picture")
+
+
+def check_place(option: str, file: str, noun: str) -> None:
+    """UserError where an option's file cannot be written or replaced: at a remote address, in a folder that is missing, or in
+    one that takes no file."""
+    refuse_remote(file, noun, write=True)
+    target = Path(file)
+    if not os.path.isdir(target.parent):
+        raise UserError(f"{option} {file!r}: there is no folder {str(target.parent)!r}; make it first")
+    part = beside(replaceable(target), target)
+    try:
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise UserError(f"{option} {file!r} cannot be written: {error.strerror}; name another place") from error
 
 
 def check_quantizing(options: QuantizeOptions) -> None:
@@ -292,18 +302,10 @@ def answer_files(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None
 def check_answer_file(path: str, inputs: Sequence[str]) -> Path:
     """Checks the path of a sound file that is to be written; UserError where it is a remote address, its folder is missing, it
     cannot be written or replaced, its suffix names no format, or it is one of the inputs."""
-    refuse_remote(path, "answer", write=True)
     target = Path(path)
-    if not os.path.isdir(target.parent):
-        raise UserError(f"--out {path!r}: there is no folder {str(target.parent)!r}; make it, or write elsewhere")
     if os.path.isdir(target):
         raise UserError(f"--out {path!r} is a folder; name a file in it, such as {str(target / 'answer.wav')!r}")
-    part = beside(replaceable(target), target)
-    try:
-        part.touch()
-        part.unlink()
-    except OSError as error:
-        raise UserError(f"--out {path!r} cannot be written: {error.strerror}; name a file elsewhere") from error
+    check_place("--out", path, "answer")
     if target.suffix.lower() not in FORMATS:
         raise UserError(f"--out {path!r}: the suffix says how sound is written; use {', '.join(FORMATS)}")
     for question in inputs:
@@ -337,13 +339,9 @@ def check_chat(options: ChatOptions) -> None:
 
 def check_new_folder(folder: str) -> None:
     """UserError for a folder that cannot be made, or has something in it."""
-    refuse_remote(folder, "folder", write=True)
     path = Path(folder)
     if not folder or (path.exists() and not path.is_dir()):
         raise UserError(f"--save {folder!r} is no folder; name a new one")
     if path.is_dir() and any(path.iterdir()):
         raise UserError(f"--save {folder!r} has files in it; name a new folder")
-    if not path.parent.is_dir():
-        raise UserError(f"--save {folder!r}: there is no folder {str(path.parent)!r}; make it first")
-    if not os.access(path if path.is_dir() else path.parent, os.W_OK):
-        raise UserError(f"--save {folder!r} cannot be written; name a folder elsewhere")
+    check_place("--save", str(path / "answer-1.wav") if path.is_dir() else folder, "folder")

@@ -227,9 +227,6 @@ class SpokenChat:
         elif self._folder is not None:
             self._screen.tell(f"warning: question {number} is not saved: the server gives no sound of that length back")
 
-    def _transcript(self, event: Event) -> None:
-        self._screen.you(event["transcript"].strip())
-
     def _no_transcript(self, event: Event) -> None:
         self._screen.tell(f"warning: no transcript: {in_options(event['error'].get('message', ''))}")
 
@@ -306,9 +303,6 @@ class SpokenChat:
         if error.get("code") not in HARMLESS:
             self._screen.tell(f"error: {in_options(error['message'])}")
 
-    def _ducked(self, event: Event) -> None:
-        self._loudspeaker.duck(event["active"])
-
     def _look_at_answer(self, passed: int) -> None:
         """Show what is spoken by now, and see whether all was heard; `passed` samples of the microphone came meanwhile."""
         answer = self._answer
@@ -381,7 +375,7 @@ HANDLERS: dict[str, Callable[[SpokenChat, Event], None]] = {
     "input_audio_buffer.speech_stopped": SpokenChat._speech_stopped,
     "input_audio_buffer.committed": SpokenChat._committed,
     "conversation.item.retrieved": SpokenChat._retrieved,
-    "conversation.item.input_audio_transcription.completed": SpokenChat._transcript,
+    "conversation.item.input_audio_transcription.completed": lambda chat, event: chat._screen.you(event["transcript"].strip()),
     "conversation.item.input_audio_transcription.failed": SpokenChat._no_transcript,
     "response.created": SpokenChat._created,
     "response.output_item.added": SpokenChat._item_added,
@@ -390,7 +384,7 @@ HANDLERS: dict[str, Callable[[SpokenChat, Event], None]] = {
     "response.output_audio.delta": SpokenChat._sound,
     "response.done": SpokenChat._done,
     "error": SpokenChat._failed,
-    "omni.ducked": SpokenChat._ducked,
+    "omni.ducked": lambda chat, event: chat._loudspeaker.duck(event["active"]),
 }
 """Handlers of the server's events, by type."""
 
