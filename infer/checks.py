@@ -153,16 +153,11 @@ def check_playing(options: BenchOptions) -> None:
                 f"{MOST_SESSIONS} with commas between them, such as 1,4,16"
             )
     if options.plot is not None:
-        check_picture(options.plot)
+        if Path(options.plot).suffix.lower() != ".png":
+            raise UserError(f"--plot {options.plot!r} is no name of a PNG file; end it in .png")
+        check_place("--plot", options.plot, "picture")
         if options.model is None and "," in (options.preset or ""):
             raise UserError(f"--plot draws one model, and --preset names {options.preset}; name one of them")
-
-
-def check_picture(file: str) -> None:
-    """UserError for a place where no PNG file can be written."""
-    if Path(file).suffix.lower() != ".png":
-        raise UserError(f"--plot {file!r} is no name of a PNG file; end it in .png")
-    check_place("--plot", file, "picture")
 
 
 def check_place(option: str, file: str, noun: str) -> None:

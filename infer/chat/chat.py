@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+from rich.text import Text
+
 from infer.chat.connection import LocalConnection, ServerConnection
 from infer.chat.devices import find_device, load_sounddevice, show_devices
 from infer.chat.streams import Loudspeaker, MicrophoneInput
@@ -56,8 +58,7 @@ def chat(options: ChatOptions) -> bool:
         )
         loudspeaker = Loudspeaker(sound, target, events.put)
         stack.callback(loudspeaker.close)
-        screen.line(f"microphone {source}, loudspeaker {target}")
-        screen.line(welcome(options))
+        screen.line(Text(f"microphone {source}, loudspeaker {target}\n{welcome(options)}", "dim"))
         stack.enter_context(remarks(events.put))
         stack.enter_context(interruptions(events.put))
         stack.enter_context(keys(events.put, piped=options.turn_detection == "none"))

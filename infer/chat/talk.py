@@ -153,19 +153,15 @@ class SpokenChat:
         if block.lost:
             self._screen.tell("warning: sound of the microphone was lost: this machine is too busy to take it in time")
         self._look_for_zeros(samples)
-        if self._pressed:
-            if self._hearing:
-                self._append(samples[: round((self._longest - self._seconds) * PCM_RATE)])
-        else:
+        if not self._pressed:
             self._pass_on(samples)
+        elif self._hearing:
+            asked = samples[: round((self._longest - self._seconds) * PCM_RATE)]
+            self._send_sound(asked)
+            self._seconds += len(asked) / PCM_RATE
+            if self._seconds >= self._longest:
+                self._end_question()
         self._look_at_answer(len(samples))
-
-    def _append(self, samples: np.ndarray) -> None:
-        """Pass on samples of a question between two presses, up to the longest."""
-        self._send_sound(samples)
-        self._seconds += len(samples) / PCM_RATE
-        if self._seconds >= self._longest:
-            self._end_question()
 
     def _pass_on(self, samples: np.ndarray) -> None:
         """Pass samples on, but those in which the microphone hears the loudspeaker: no question goes on across them."""

@@ -82,17 +82,13 @@ class ChatScreen:
             print(f"{'' if text else 'model:'}{f' {note}' if note else ''}", flush=True)
         held, self._held = self._held, []
         for line in held:
-            self._line(line)
+            self.line(line)
 
     def you(self, text: str) -> None:
         """Show what was heard."""
-        self._line(Text.assemble(("you: ", "bold green"), on_one_line(text)))
+        self.line(Text.assemble(("you: ", "bold green"), on_one_line(text)))
 
-    def line(self, text: str) -> None:
-        """Show a line."""
-        self._line(Text(text, "dim"))
-
-    def _line(self, text: Text) -> None:
+    def line(self, text: Text) -> None:
         """Show a line; outside of a terminal, once the answer under way is over."""
         if self._live is not None:
             self._console.print(text)
