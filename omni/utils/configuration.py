@@ -40,6 +40,7 @@ def span(low: float = -math.inf, high: float = math.inf) -> AfterValidator:
     return AfterValidator(check)
 
 
+UNKNOWN = "unexpected_keyword_argument"  # pydantic's type of the error
 OPTIONS = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
 
 
@@ -79,11 +80,14 @@ def validate(config_type: type[T], data: Any, where: Callable[[str], str] = lamb
 
 def mistake(error: ValidationError, config_type: Any, data: Any, where: Callable[[str], str] = lambda path: "") -> UserError:
     """The first error in one line: key, value, what is allowed, the closest."""
-    problems = error.errors(include_url=False)
-    first = next((problem for problem in problems if problem["type"] == "unexpected_keyword_argument"), problems[0])
+    every = error.errors(include_url=False)  # keys that one type of several has not are none of the user's
+    problems = [
+        each for each in every if each["type"] != UNKNOWN or len(_walk(data, each["loc"])[0]) == len(each["loc"])
+    ] or every
+    first = next((problem for problem in problems if problem["type"] == UNKNOWN), problems[0])
     parts, value = _walk(data, first["loc"])
     path = ".".join(map(str, parts))
-    if first["type"] == "unexpected_keyword_argument":
+    if first["type"] == UNKNOWN:
         section = inner(hint_at(config_type, parts[:-1]))
         names = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
         known = [*(".".join(map(str, [*parts[:-1], name])) for name in names), *all_keys(config_type)]

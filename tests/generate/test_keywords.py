@@ -63,6 +63,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "contradiction": ({"do_sample": False, "temperature": 0.5}, UserError, "do_sample is False, but temperature is 0.5"),
     "cold draw": ({"do_sample": True, "temperature": 0}, UserError, "do_sample is True, but temperature is 0"),
     "value": ({"top_p": 2.0}, UserError, r"top_p is 2.0; it must be"),
+    "stream": ({"sampling": {"text": 0.7}}, UserError, r"sampling is \{'text': 0.7\}; it must be"),
     "limit": ({"max_new_tokens": 0}, UserError, "max_new_tokens is 0"),
     "no stop": ({"stop": ["a", ""]}, UserError, r"stop is \['a', ''\]"),
 }
