@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from tests.parity.report import Line, show
 from tests.train.balance.backward import backward
-from train.balance.balancer import Balancer
-from train.balance.bilevel import Bilevel, build
+from train.balance.balancer import Balancer, Bilevel, build
 from train.balance.config import BalanceConfig
 from train.balance.methods import METHODS
 from train.balance.rows import Rows

@@ -6,7 +6,7 @@ A step's calls depend on the level:
                 known before the step's losses, and several micro-batches may be run through with it.
     features    `FeatureHook` between encoder and decoder calls `choose`, within the one backward.
     parameters  `gather` runs one backward per task and micro-batch, and `combine` puts the combined gradient into `grad`.
-    two levels  `Bilevel.update_weights` on the step's batch and on a held-out one (`train.balance.bilevel`).
+    two levels  `Bilevel.update_weights` on the step's batch and on a held-out one (methods: `train.balance.bilevel`).
 
 Losses are this process's share of the step's: divided by counts of the whole step, so that their sum over processes (`reduce`)
 is the step's loss. Nothing nonlinear is done before that sum: the choice does not depend on the number of processes.
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.plugins import named
+from train.balance.bilevel import Batch, BilevelStep
 from train.balance.config import MAX_TASKS, BalanceConfig
 from train.balance.rows import (
     MethodChoice,
@@ -281,6 +282,55 @@ def report_of(weights: Tensor, present: Tensor, zero: Tensor, gramian: Tensor | 
         norms = torch.where(measured, length, torch.nan).float()
         cosines = torch.where(pairs, gramian / lengths, torch.nan).float().clamp(-1, 1)
     return BalanceReport(weights, norms, cosines, (~present).long(), zero.long())
+
+
+class Bilevel(Balancer):
+    """Balances the tasks by a bilevel method: weights are softmax(w), and w is trained by Adam.
+
+    A step is `update_weights(inner, outer, parameters, lr)`, then, for methods that are `linear`, one backward of the losses
+    times the weights; others leave the whole gradient in `grad`. Tasks that are absent from `inner` are left out.
+    """
+
+    def ahead(self) -> Tensor:
+        """The current weights, [m]."""
+        m = len(self.tasks)
+        return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64)).softmax(0)
+
+    def update_weights(
+        self,
+        inner: Batch,
+        outer: Batch,
+        parameters: Sequence[nn.Parameter],
+        lr: float,
+        reduce: Sum = alone,
+        run: Callable[[Tensor], None] = torch.Tensor.backward,
+        settled: Callable[[], None] = lambda: None,
+    ) -> BalanceReport:
+        """Update the weights by one step; the report has the weights after it, and the outer gradients' norms and cosines.
+
+        Args:
+            lr: the optimizer's learning rate.
+            run: calls backward; `grad` must hold the sum over processes after it.
+            settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
+        """
+        settings = self.config.values
+        step = BilevelStep(
+            inner, outer, list(parameters), lr, self.ahead(), settings, self.state, self.steps, reduce, run, settled
+        )
+        with step.restored():
+            gradient, present, rows = self.config.spec.rule(step)
+        m = len(present)
+        inputs = self.method_input(torch.ones(m, dtype=torch.float64), present, rows, ())
+        inputs.adam("logits", gradient, 1 / m, settings["lr"])
+        self.steps += 1
+        self.absences += ~present
+        weights, every = torch.where(present, self.ahead(), 0.0), torch.ones_like(present)
+        return report_of(weights, present, ~every, None if rows is None else rows.gramian(), every)
+
+
+def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
+    """Builds the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
+    return (Bilevel if config.spec.bilevel else Balancer)(config, tasks)
 
 
 class FeatureHook:

@@ -18,62 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from train.balance.balancer import Balancer, BalanceReport, report_of
-from train.balance.config import BalanceConfig
 from train.balance.registry import Setting, rate, register_method
 from train.balance.rows import Rows, State, Sum, alone, is_sharded, local, put_gradients, summed, take_gradients
 from train.balance.solvers import like, on_simplex, quadratic, solved, to_array
 
 Batch = Callable[[], "Tensor | Sequence[Tensor]"]
-
-
-def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
-    """Builds the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
-    return (Bilevel if config.spec.bilevel else Balancer)(config, tasks)
-
-
-class Bilevel(Balancer):
-    """Balances the tasks by a bilevel method: weights are softmax(w), and w is trained by Adam.
-
-    A step is `update_weights(inner, outer, parameters, lr)`, then, for methods that are `linear`, one backward of the losses
-    times the weights; others leave the whole gradient in `grad`. Tasks that are absent from `inner` are left out.
-    """
-
-    def ahead(self) -> Tensor:
-        """The current weights, [m]."""
-        m = len(self.tasks)
-        return self.state.values.setdefault("logits", torch.full((m,), 1 / m, dtype=torch.float64)).softmax(0)
-
-    def update_weights(
-        self,
-        inner: Batch,
-        outer: Batch,
-        parameters: Sequence[nn.Parameter],
-        lr: float,
-        reduce: Sum = alone,
-        run: Callable[[Tensor], None] = torch.Tensor.backward,
-        settled: Callable[[], None] = lambda: None,
-    ) -> BalanceReport:
-        """Update the weights by one step; the report has the weights after it, and the outer gradients' norms and cosines.
-
-        Args:
-            lr: the optimizer's learning rate.
-            run: calls backward; `grad` must hold the sum over processes after it.
-            settled: called after a forward without backward, before parameters change: FSDP2 must free the root's whole ones.
-        """
-        settings = self.config.values
-        step = BilevelStep(
-            inner, outer, list(parameters), lr, self.ahead(), settings, self.state, self.steps, reduce, run, settled
-        )
-        with step.restored():
-            gradient, present, rows = self.config.spec.rule(step)
-        m = len(present)
-        inputs = self.method_input(torch.ones(m, dtype=torch.float64), present, rows, ())
-        inputs.adam("logits", gradient, 1 / m, settings["lr"])
-        self.steps += 1
-        self.absences += ~present
-        weights, every = torch.where(present, self.ahead(), 0.0), torch.ones_like(present)
-        return report_of(weights, present, ~every, None if rows is None else rows.gramian(), every)
 
 
 @dataclass

@@ -9,9 +9,10 @@ from dataclasses import field
 from typing import Any, Literal
 
 from omni.errors import UserError, closest
+from omni.plugins import Registry
 from omni.tasks import TASKS, find_task
 from omni.utils.configuration import configuration
-from train.balance.registry import Method, Setting, methods
+from train.balance.registry import METHODS, Method, Setting
 from train.data.config import DataConfig
 
 MAX_TASKS = 10
@@ -23,7 +24,7 @@ class BalanceConfig:
     """How a step combines its tasks, see docs/balance.md.
 
     Attributes:
-        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see `train.balance.registry.methods`.
+        method: `equal`, `uncertainty`, `dwa`, `upgrad`, ...: see docs/balance.md.
         level: `loss` (weights for one backward pass), `features` (by gradients between encoder and decoder, within one
             backward pass) or `parameters` (by a gradient of each task); the method's first where absent.
         settings: of the method; the others keep their defaults.
@@ -125,6 +126,13 @@ class BalanceConfig:
 def of_level(level: str) -> list[str]:
     """Names of the methods that can be used at a level."""
     return [name for name, method in methods().items() if level in method.levels]
+
+
+def methods() -> Registry[Method]:
+    """All methods by name; the package's own are imported where they are asked for: their libraries take a second."""
+    import train.balance.methods  # noqa: F401
+
+    return METHODS
 
 
 def _check(where: str, value: Any, setting: Setting) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -83,13 +82,7 @@ class Method:
 
 
 METHODS: Registry[Method] = Registry("balance method")
-"""The methods registered so far; `methods` has the package's own among them."""
-
-
-def methods() -> Registry[Method]:
-    """All methods by name; the package's own are imported where they are asked for: their libraries take a second."""
-    importlib.import_module("train.balance.methods")
-    return METHODS
+"""The methods registered so far; those of the package with `train.balance.methods`."""
 
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])

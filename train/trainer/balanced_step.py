@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from omni.errors import UserError
 from omni.utils.arguments import match_names
-from train.balance.balancer import BalanceReport, FeatureHook
-from train.balance.bilevel import build
+from train.balance.balancer import BalanceReport, FeatureHook, build
 from train.balance.config import BalanceConfig
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.close import assert_near
-from train.balance.bilevel import Bilevel, _forum_weights, build
+from train.balance.balancer import Bilevel, build
+from train.balance.bilevel import _forum_weights
 from train.balance.config import BalanceConfig
 from train.balance.rows import MethodInput
 from train.balance.solvers import on_simplex, solved

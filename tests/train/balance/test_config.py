@@ -8,8 +8,7 @@ import pytest
 
 from omni.errors import UserError
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts
-from train.balance.balancer import Balancer
-from train.balance.bilevel import Bilevel, build
+from train.balance.balancer import Balancer, Bilevel, build
 from train.balance.config import BalanceConfig, balanced_tasks
 from train.balance.methods import METHODS
 from train.balance.registry import LEVELS

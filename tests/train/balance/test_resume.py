@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from train.balance.balancer import Balancer
-from train.balance.bilevel import Bilevel, build
+from train.balance.balancer import Balancer, Bilevel, build
 from train.balance.config import BalanceConfig
 from train.balance.methods import METHODS
 from train.balance.rows import Rows

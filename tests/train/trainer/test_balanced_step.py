@@ -18,7 +18,7 @@ from tests.close import assert_near
 from tests.train.balance.backward import backward
 from tests.train.balance.toys import balanced_config, balanced_fit, balanced_parts, slow_losses, slow_run
 from tests.train.toys import OF_THE_MACHINE
-from train.balance.bilevel import Bilevel, build
+from train.balance.balancer import Bilevel, build
 from train.balance.config import BalanceConfig, balanced_tasks
 from train.balance.methods import METHODS
 from train.config.run import FitConfig

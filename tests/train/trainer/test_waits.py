@@ -21,7 +21,7 @@ from omni.tasks import TASKS
 from tests import waits
 from tests.test_recompute import EVERY, gradients_of, made
 from tests.waits import FakeGPU
-from train.balance.bilevel import build
+from train.balance.balancer import build
 from train.balance.config import BalanceConfig
 from train.config.parse import read_fit_config
 from train.config.sections import FabricConfig, OptimizerConfig
