@@ -23,9 +23,10 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from omni.audio.io import resample
@@ -48,7 +49,7 @@ class Fact:
     question_audio: str | None = None
     answer_text: str = ""
     answer_audio: str | None = None
-    answer_codes: tuple[tuple[int, ...], ...] | None = None
+    answer_codes: tuple[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], ...] | None = None
     rephrased: tuple[str, ...] = ()
     judged: tuple[str, ...] = ()
     untouched: tuple[str, ...] = ()
@@ -170,14 +171,6 @@ def _composed(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
-def codes_of(fact: Fact) -> torch.Tensor | None:
-    """The frames [A, F] that a fact gives, or None; UserError where they are no frames."""
-    try:
-        return None if fact.answer_codes is None else torch.tensor(fact.answer_codes)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise UserError(f"answer_codes are no whole numbers of streams and frames ({error})") from error
-
-
 class Synthesiser:
     """TTS of questions and answers; every sound is a pure function of its text, number and the seed."""
 
@@ -212,9 +205,8 @@ class Synthesiser:
         if self.codec is None:
             return None
         try:
-            frames = codes_of(fact)
-            if frames is not None:
-                return Codes(self.codec.name, self.codec.check(frames))
+            if fact.answer_codes is not None:
+                return Codes(self.codec.name, self.codec.check(torch.tensor(fact.answer_codes)))
             if fact.answer_audio:
                 sound = Sound(path=fact.answer_audio, folder=facts.folder)
                 return Codes(self.codec.name, self.codec.encode(sound.load(self.codec.sample_rate)))

@@ -18,10 +18,10 @@ Shares come with Wilson's interval of 95 %. Source of the measures: Mitchell et 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,31 +39,24 @@ from train.edit.apply import draw_untouched
 from train.edit.config import EditEvalConfig
 from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
 from train.edit.lessons import EditObjective
+from train.eval.measures import Figure
+from train.eval.measures import plain as plain_figure
+from train.eval.report import bars_of
 from train.scoring.asr import describe, nearest
 from train.scoring.text import normalise
 
 REPORT, ANSWERS, PLOT = "report.json", "answers.jsonl", "report.png"
 
 
-@dataclass(frozen=True)
-class EditFigure:
-    """A share with its interval, or another mean (`low` and `high` None then), over a number of questions."""
-
-    value: float
-    low: float | None
-    high: float | None
-    questions: int
-
-    @classmethod
-    def share(cls, hits: Sequence[bool]) -> EditFigure:
-        """The share of hits with Wilson's interval (Wilson 1927), 95 %."""
-        n, p, z = len(hits), sum(hits) / len(hits), 1.959964
-        middle, half = (
-            (p + z * z / (2 * n)) / (1 + z * z / n),
-            z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5 / (1 + z * z / n),
-        )
-        # Where all are right, rounding may put an end of the interval on the wrong side of the share.
-        return cls(p, max(0.0, min(middle - half, p)), min(1.0, max(middle + half, p)), n)
+def share(hits: Sequence[bool]) -> Figure:
+    """The share of hits with Wilson's interval (Wilson 1927), 95 %."""
+    n, p, z = len(hits), sum(hits) / len(hits), 1.959964
+    middle, half = (
+        (p + z * z / (2 * n)) / (1 + z * z / n),
+        z * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5 / (1 + z * z / n),
+    )
+    # Where all are right, rounding may put an end of the interval on the wrong side of the share.
+    return Figure(p, max(0.0, min(middle - half, p)), min(1.0, max(middle + half, p)), n)
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ class JudgedQuestion:
     right: bool
 
 
-def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConfig) -> dict[str, EditFigure]:
+def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConfig) -> dict[str, Figure]:
     """Evaluates edits, and writes report, answers and a picture.
 
     Raises:
@@ -92,7 +85,7 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
     parsed, loaded = read_facts(facts, lm.tokenizer), load_edits(edits, lm.model)
     figures, asked = judge_edits(lm, loaded, parsed, config)
     out.mkdir(parents=True, exist_ok=True)
-    shown = {name: asdict(figure) for name, figure in figures.items()}
+    shown = {name: plain_figure(figure) for name, figure in figures.items()}
     data = {"model": str(model), "edits": str(edits), "facts": str(facts), "figures": shown}
     (out / REPORT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     (out / ANSWERS).write_text("".join(json.dumps(asdict(a), ensure_ascii=False) + "\n" for a in asked), encoding="utf-8")
@@ -103,7 +96,7 @@ def judge(model: Path, edits: Path, facts: Path, out: Path, config: EditEvalConf
 @torch.no_grad()
 def judge_edits(
     lm: SpeechLM, edits: Edits, facts: Facts, config: EditEvalConfig
-) -> tuple[dict[str, EditFigure], list[JudgedQuestion]]:
+) -> tuple[dict[str, Figure], list[JudgedQuestion]]:
     """Evaluates edits; returns the figures, and every question with its answers."""
     lessons = EditObjective(lm, edits.deltas)
     speakers = Synthesiser(config.speak, lm.codec, config.seed)
@@ -128,7 +121,7 @@ def judge_edits(
     with lm.edited(edits):
         after = lessons.answers(rows, tasks, **options)
     asked = [_judged(*entry) for entry in zip(parts, tasks, rows, before, after, strict=True)]
-    figures = {name: EditFigure.share([a.right for a in asked if a.part == name]) for name in dict.fromkeys(parts)}
+    figures = {name: share([a.right for a in asked if a.part == name]) for name in dict.fromkeys(parts)}
     if speaks:
         figures |= _heard(lm, speakers, facts, asked, before, after)
     answered = lessons.own_answers(stay, [spoken])
@@ -136,7 +129,7 @@ def judge_edits(
     if kept:
         with edited(lm.model, edits):
             kl = sum(float(lessons.divergence(lm.model, [piece])) for piece in kept) / len(kept)
-        figures["locality/kl"] = EditFigure(kl, None, None, len(kept))
+        figures["locality/kl"] = Figure(kl, math.nan, math.nan, len(kept))
     return figures, asked
 
 
@@ -169,7 +162,7 @@ def _heard(
     asked: Sequence[JudgedQuestion],
     before: Sequence[Answer],
     after: Sequence[Answer],
-) -> dict[str, EditFigure]:
+) -> dict[str, Figure]:
     """Shares of spoken answers that sound as their text: `portability/speech` and `locality/speech` (see the module)."""
     codec = lm.codec
     assert codec is not None
@@ -209,26 +202,26 @@ def _heard(
             former = normalise(question.before)
             stayed.append(same or sounds_as(a, former, {**known, former: portrait(b.codes)}))
     parts = {"portability/speech": spoken, "locality/speech": stayed}
-    return {name: EditFigure.share(hits) for name, hits in parts.items() if hits}
+    return {name: share(hits) for name, hits in parts.items() if hits}
 
 
-def draw(figures: Mapping[str, EditFigure], file: Path) -> None:
+def draw(figures: Mapping[str, Figure], file: Path) -> None:
     """Draws shares as bars with their intervals."""
-    shares = [(name, f, f.low, f.high) for name, f in figures.items() if f.low is not None and f.high is not None][::-1]
-    errors: Any = list(zip(*((f.value - low, high - f.value) for _, f, low, high in shares), strict=True))
+    shares = [(name, f) for name, f in figures.items() if not math.isnan(f.low)][::-1]
+    lengths, errors = bars_of([f for _, f in shares], 1.0)
     with drawn(file, size=(8, 0.9 + 0.42 * len(shares))) as axes:
         axis = axes[0, 0]
-        axis.barh([name for name, *_ in shares], [f.value for _, f, *_ in shares], xerr=errors, ecolor=INK, height=0.6)
-        for name, f, *_ in shares:
+        axis.barh([name for name, _ in shares], lengths, xerr=errors, ecolor=INK, height=0.6)
+        for name, f in shares:
             axis.text(0.01, name, f"{100 * f.value:.1f} %  of {f.questions}", va="center", color="white", fontsize=8)
         axis.set_xlim(0, 1)
 
 
-def table_of(figures: Mapping[str, EditFigure]) -> list[tuple[str, str, str, str]]:
+def table_of(figures: Mapping[str, Figure]) -> list[tuple[str, str, str, str]]:
     """Formats figures as rows of a table: figure, value, interval, questions."""
     rows = []
     for name, f in figures.items():
-        if f.low is None or f.high is None:
+        if math.isnan(f.low):
             rows.append((name, f"{f.value:.4f} nats", "", str(f.questions)))
         else:
             rows.append((name, f"{100 * f.value:.1f} %", f"{100 * f.low:.1f} to {100 * f.high:.1f} %", str(f.questions)))

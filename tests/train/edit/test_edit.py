@@ -35,7 +35,7 @@ from train.data.seeding import seeded_generator
 from train.edit.apply import draw_untouched
 from train.edit.config import ApplyConfig, EditEvalConfig, SpeakConfig
 from train.edit.facts import Synthesiser, fact_rows, read_facts
-from train.edit.judge import EditFigure, _held_out, judge_edits
+from train.edit.judge import _held_out, judge_edits, share
 from train.edit.lessons import EditExample, EditObjective, draws
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
@@ -333,12 +333,12 @@ def test_the_recipes_are_read():
 
 def test_an_interval_is_wilsons():
     """By hand for 9 of 10: 0.5958 to 0.9821 (Wilson 1927)."""
-    figure = EditFigure.share([True] * 9 + [False])
+    figure = share([True] * 9 + [False])
     assert (figure.value, figure.questions) == (0.9, 10)
     assert figure.low == pytest.approx(0.5958, abs=1e-4) and figure.high == pytest.approx(0.9821, abs=1e-4)
     for count in range(1, 400):  # the plot takes no negative length, not even of rounding
         for hit in (True, False):
-            figure = EditFigure.share([hit] * count)
+            figure = share([hit] * count)
             assert figure.low <= figure.value <= figure.high
 
 
