@@ -279,8 +279,8 @@ def compare(case: Case) -> Line:
     worst = 0.0
     for seed in range(SEEDS):
         level = case.level or METHODS[case.method].levels[-1]
-        config = BalanceConfig(case.method, level, case.settings, seed=seed)
-        balancer, model = build(config, NAMES), their_model(kind, config.at)
+        config = BalanceConfig(case.method, level, case.settings)
+        balancer, model = build(config, NAMES, seed), their_model(kind, config.at)
         assert isinstance(balancer, Balancer)
         for step in range(STEPS):
             losses = 0.5 + torch.rand(TASKS, generator=torch.Generator().manual_seed(100 * seed + step)) * 2

@@ -153,7 +153,6 @@ def toy_config(folder: Path | str, **changes: Any) -> FitConfig:
         "optimizer": OptimizerConfig(lr=1e-2),
         "schedule": ScheduleConfig(warmup_steps=2),
         "checkpoint": CheckpointConfig(every_minutes=None),
-        "validation": ValidationConfig(at_end=False),
         "log": LogConfig(every=1, progress="off"),
         "ema": 0.9,
     }
@@ -368,7 +367,7 @@ def main(options: dict[str, Any]) -> int:
                 metric="loss",
                 asynchronous=run.get("asynchronous", not kill or kill[0] != "SIGKILL"),
             ),
-            validation=ValidationConfig(every_steps=run.get("validate"), at_end=False),
+            validation=ValidationConfig(every_steps=run.get("validate")),
             log=LogConfig(every=run.get("rows", 1), progress="lines"),
         )
         try:

@@ -83,6 +83,7 @@ class Balancer:
 
     Args:
         tasks: their names, in the order of the losses.
+        seed: of the random draws; the same on all processes.
 
     Raises:
         UserError: fewer than two tasks, or more than can be balanced.
@@ -93,10 +94,10 @@ class Balancer:
         last: which tasks took part in the last step, [m] bool.
     """
 
-    def __init__(self, config: BalanceConfig, tasks: Sequence[str]) -> None:
+    def __init__(self, config: BalanceConfig, tasks: Sequence[str], seed: int = 0) -> None:
         if not 2 <= len(tasks) <= MAX_TASKS:
             raise UserError(f"balance.method {config.method} was given {len(tasks)} tasks; it needs 2 to {MAX_TASKS}")
-        self.config, self.tasks = config, list(tasks)
+        self.config, self.tasks, self.seed = config, list(tasks), seed
         self.state = State(len(tasks))
         self.steps = 0
         self.absences = torch.zeros(len(tasks), dtype=torch.int64)
@@ -152,7 +153,7 @@ class Balancer:
             Rows(torch.zeros(int(present.sum()), 0)) if rows is None else rows.take(present),
             tuple(other.take(present) for other in others),
             self.config.values,
-            (self.config.seed * 1_000_003 + self.steps) % (1 << 62),
+            (self.seed * 1_000_003 + self.steps) % (1 << 62),
             present,
             self.state,
         )
@@ -328,9 +329,9 @@ class Bilevel(Balancer):
         return report_of(weights, present, ~every, None if rows is None else rows.gramian(), every)
 
 
-def build(config: BalanceConfig, tasks: Sequence[str]) -> Balancer | Bilevel:
+def build(config: BalanceConfig, tasks: Sequence[str], seed: int = 0) -> Balancer | Bilevel:
     """Builds the balancer of a run for the named tasks; UserError for fewer than two, or more than can be balanced."""
-    return (Bilevel if config.spec.bilevel else Balancer)(config, tasks)
+    return (Bilevel if config.spec.bilevel else Balancer)(config, tasks, seed)
 
 
 class FeatureHook:

@@ -30,7 +30,6 @@ class BalanceConfig:
         settings: of the method; the others keep their defaults.
         own: how parameters that tasks do not share are trained, at level parameters: `plain`, by the sum of the losses, or
             `weighted`, by the same weights as the shared ones.
-        seed: of the random draws; the same on all processes.
         tasks: what is balanced: the `tasks` of the data, or the `streams` of the layout.
         names: tasks that are balanced, the others count with weight 1; by default all that the data's sources name (at level
             features those with spoken questions).
@@ -43,7 +42,6 @@ class BalanceConfig:
     level: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     own: Literal["plain", "weighted"] = "plain"
-    seed: int = 0
     tasks: Literal["tasks", "streams"] = "tasks"
     names: tuple[str, ...] = ()
     losses: Literal["share", "mean"] = "share"

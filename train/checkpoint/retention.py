@@ -146,7 +146,7 @@ def restart(folder: Path, launch: Set[str], again: bool) -> bool:
 IGNORED_KEYS = (
     "run_folder", "resume", "fabric.accelerator", "fabric.devices", "fabric.num_nodes", "fabric.strategy", "fabric.replicas",
     "fabric.tensor_parallel", "fabric.checkpointing", "fabric.compile", "fabric.deterministic", "fabric.timeout_seconds",
-    "checkpoint", "validation", "log", "data.workers", "data.prefetch", "data.cache",
+    "checkpoint", "validation", "log", "data.workers", "data.prefetch",
     "data.broken_limit", "guard", "objective.chunk", "model.tokenizer", "model.codec_folder", "model.init_from",
 )  # fmt: skip
 """Keys that may differ between the starts of a run: they do not change the training but for rounding, or they are paths."""

@@ -116,7 +116,7 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
 
     files = sorted((folder / ANSWERS).glob("step-*.jsonl"))
     if not files:
-        raise UserError(f"{folder} has no answers; set validation.questions above 0 and validation.at_end to true")
+        raise UserError(f"{folder} has no answers; set validation.questions above 0")
     counts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
     with open(files[-1], encoding="utf-8") as lines:  # not `splitlines`: answers may hold other separators
         for record in map(json.loads, lines):
@@ -184,10 +184,9 @@ def main(argv: Sequence[str]) -> int:
         config = replace(config, budget=replace(config.budget, steps=options.steps))
     if config.budget.minutes is not None:
         raise UserError("balance compares methods at equal steps, but the configuration has budget.minutes; give budget.steps")
-    if not config.validation.at_end or not any(find_task(task).text for task in config.validation.tasks):
+    if not any(find_task(task).text for task in config.validation.tasks):
         raise UserError(
-            "balance compares written answers at the end of each run; set validation.at_end to true, and name tasks that "
-            "answer in writing as validation.tasks"
+            "balance compares written answers at the end of each run; name tasks that answer in writing as validation.tasks"
         )
     with importing():
         from train.trainer.build import fit

@@ -328,8 +328,7 @@ class ValidationConfig:
     """Held-out rows of the data's sources: their loss, and free-running generation on their questions.
 
     Attributes:
-        every_steps, every_minutes: how often; neither means only at the end.
-        at_end: also when the budget is spent.
+        every_steps, every_minutes: how often besides the end, when the budget is spent.
         questions: number of held-out rows, 0 for no validation.
         tasks: tasks as which they are asked; a row is left out of a task that it lacks a part for. Their loss is of the tasks
             that their source trains. An empty list asks none, and measures the loss alone.
@@ -339,7 +338,6 @@ class ValidationConfig:
 
     every_steps: PositiveInt | None = None
     every_minutes: PositiveFloat | None = None
-    at_end: bool = True
     questions: NonNegativeInt = 64
     tasks: tuple[str, ...] = ("A1A2",)
     rows: PositiveInt = 32

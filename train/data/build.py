@@ -30,16 +30,14 @@ def build_alignment(config: DataConfig, tokenizer: Tokenizer) -> Alignment:
     return Alignment(config.alignment, words, tokenizer, config.sounds)
 
 
-def build_source(
-    config: SourceConfig, codec: AudioCodec | None, seed: int, cache: str | None = None, needed: Needed | None = None
-) -> Source:
+def build_source(config: SourceConfig, codec: AudioCodec | None, seed: int, needed: Needed | None = None) -> Source:
     """Build one source; UserError where its files are wrong, or it needs a codec and there is none. `needed`: parts of stored
     rows that are read; None for all."""
     if config.kind == "stream":
         return StreamSource(config.folders[0], config.read, codec.name if codec is not None else "", config.window, seed)
     if config.path is not None:
         held_out = config.held_out if isinstance(config.held_out, int) else 0
-        return StoredRows(config.path, cache, needed, held_out, config.window if config.order == "sequential" else None)
+        return StoredRows(config.path, None, needed, held_out, config.window if config.order == "sequential" else None)
     return config.made.build(codec, seed)
 
 
@@ -51,7 +49,7 @@ def build_pipeline(
     sources = []
     for i, source in enumerate(config.sources):
         needed = Needed(frozenset(source.drawn), config.cut > 0, heard_only)
-        sources.append(build_source(source, codec, key(config.seed, "source", i), config.cache, needed))
+        sources.append(build_source(source, codec, key(config.seed, "source", i), needed))
     mixture, tasks = build_mixture(config, sources, config.seed), [TaskMixture(s.tasks, s.stages) for s in config.sources]
     options = (config.augment, config.seed, config.system, config.cut, heard_only)
     maker = ExampleMaker(model, tokenizer, codec, build_alignment(config, tokenizer), *options)
@@ -86,7 +84,7 @@ def held_out_by_source(
     sources, held_out = sources_held_out(config), []
     for i, source in enumerate(sources):
         share = count * (i + 1) // len(sources) - count * i // len(sources)
-        rows = held_out_of(source, codec, share, config.cache, broken=broken)
+        rows = held_out_of(source, codec, share, broken=broken)
         held_out.append((source, rows if config.system else [replace(row, system="") for row in rows]))
     return held_out
 
@@ -105,7 +103,6 @@ def held_out_of(
     source: SourceConfig,
     codec: AudioCodec | None,
     count: int,
-    cache: str | None = None,
     seed: int = 1,
     broken: dict[str, str] | None = None,
 ) -> list[Row]:
@@ -113,12 +110,12 @@ def held_out_of(
     `broken`: collects why rows cannot be read, by file and row number, and such rows are left out; None makes it an error.
     UserError: see `build_source`; or a row that cannot be read."""
     if isinstance(source.held_out, str):
-        stored = StoredRows(source.held_out, cache)
+        stored = StoredRows(source.held_out)
         indices = evenly(len(stored), count)
     elif source.held_out is None:
         return source.made.build(codec, 0).held_out(count, seed)
     else:
-        stored = StoredRows(source.folders, cache, held_out=source.held_out)
+        stored = StoredRows(source.folders, held_out=source.held_out)
         indices = stored.held_out_indices(count)
     rows = []
     for number in indices:

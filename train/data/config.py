@@ -13,7 +13,7 @@ from omni.config import from_dict
 from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
 from omni.utils.configuration import Share, configuration, span
-from train.data.readers.contract import ReaderOptions
+from train.data.readers.contract import RecordOptions
 from train.data.sources import SourceOptions, find_source
 from train.data.sources.mixture import Stage, TaskMixture, Weight, check_schedule
 
@@ -138,7 +138,7 @@ class SourceConfig:
     held_out: int | str | None = None
     order: Literal["random", "sequential"] = "random"
     window: PositiveInt = WINDOW
-    read: ReaderOptions | None = None
+    read: RecordOptions | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -230,8 +230,6 @@ class DataConfig:
         system: rows' system messages come before their first questions; false leaves them out.
         workers: processes that make batches, for each process that trains; 0 makes them there.
         prefetch: steps each of them works ahead.
-        cache: folder for Arrow copies of stored data, where its row groups are too large to be read for a row; null for that of
-            `datasets`.
     """
 
     sources: tuple[SourceConfig, ...] = ()
@@ -249,7 +247,6 @@ class DataConfig:
     system: bool = True
     workers: NonNegativeInt = 1
     prefetch: PositiveInt = 2
-    cache: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sources:

@@ -89,8 +89,7 @@ class Corrections:
     def __init__(self, lm: SpeechLM, lessons: EditObjective, config: EditFitConfig) -> None:
         self.lm, self.lessons, self.config = lm, lessons, config
         sources = [
-            build_source(source, lm.codec, key(config.data.seed, "source", i), config.data.cache)
-            for i, source in enumerate(config.data.sources)
+            build_source(source, lm.codec, key(config.data.seed, "source", i)) for i, source in enumerate(config.data.sources)
         ]
         self.rows = build_mixture(config.data, sources, config.seed)
         again = SpeakConfig(voices=(config.rephrase,)) if config.rephrase is not None else None

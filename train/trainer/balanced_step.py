@@ -61,6 +61,7 @@ class Balancing:
         module: the objective as Fabric wraps it.
         learning: trainable parameters, by name.
         micro_batches: of this process in a step.
+        seed: of the method's random draws.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Balancing:
         learning: Sequence[tuple[str, nn.Parameter]],
         group: ProcessGroup,
         micro_batches: int,
+        seed: int = 0,
     ) -> None:
         self.parts, self.fabric, self.module, self.group = parts, fabric, module, group
         by_stream, shape = section.tasks == "streams", (len(parts.tasks), len(parts.streams))
-        self.balancer: Any = build(section, list(parts.streams if by_stream else parts.balanced or ()))
+        self.balancer: Any = build(section, list(parts.streams if by_stream else parts.balanced or ()), seed)
         self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, parts.tasks, shape[1])
         chosen = section.separate != BalanceConfig.separate
         apart = match_names(section.separate, [name for name, _ in learning], "balance.separate", strict=chosen)

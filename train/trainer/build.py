@@ -190,7 +190,7 @@ def build_loop(
     average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:
-        balance = Balancing(config.balance, parts, fabric, module, trainable, group, len(shards))
+        balance = Balancing(config.balance, parts, fabric, module, trainable, group, len(shards), config.seed)
     peak = (peak_flops(fabric.device) or 0.0) * group.world
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
     highest = HighestLosses(COUNT if real is not None else 0, folder, group)

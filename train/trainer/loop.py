@@ -175,7 +175,7 @@ class Loop:
         """Ends a run whose budget is spent: last validation, exported model; the signal that has broken off the validation,
         or 0, and the model. UserError where this start has left out all steps."""
         self.health.check_any()
-        if self.config.validation.at_end and self.position.validated[0] < self.position.step:
+        if self.position.validated[0] < self.position.step:
             stopped = self.validation.run(stop)
             if stopped:
                 return stopped, None

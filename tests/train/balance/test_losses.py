@@ -27,7 +27,7 @@ def test_random_weights_are_drawn_once_a_step() -> None:
     assert two.weights(LOSSES * 9).weights.equal(first)
     assert torch.get_rng_state().equal(before), "the run's own generator is left alone"
     assert not one.weights(LOSSES).weights.equal(first)
-    other = Balancer(BalanceConfig("random", seed=1), NAMES)
+    other = Balancer(BalanceConfig("random"), NAMES, seed=1)
     assert not other.weights(LOSSES).weights.equal(first)
     draws = torch.stack([one.weights(LOSSES).weights for _ in range(200)])
     assert draws.sum(1).allclose(torch.ones(200, dtype=torch.float64))

@@ -45,8 +45,8 @@ def step(balancer: Balancer | Bilevel, number: int) -> list[Tensor]:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("method", "level"), [(m, level) for m in METHODS for level in METHODS[m].levels])
 def test_resuming_is_bitwise(method: str, level: str) -> None:
-    config = BalanceConfig(method, level, SETTINGS.get(method, {}), seed=7)
-    whole, first, second = (build(config, NAMES) for _ in range(3))
+    config = BalanceConfig(method, level, SETTINGS.get(method, {}))
+    whole, first, second = (build(config, NAMES, seed=7) for _ in range(3))
     wanted = [step(whole, i) for i in range(8)]
     for i in range(4):
         step(first, i)

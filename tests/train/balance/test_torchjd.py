@@ -187,7 +187,7 @@ def linear(losses: Tensor, jacobian: Tensor, features: Tensor) -> list[Tensor]:
 def test_ours_is_torchjds(case: Case, level: str) -> None:
     """Draws of both start at the seed of our step."""
     theirs = case.theirs()
-    own, seen = Balancer(BalanceConfig(case.method, level, case.settings, seed=5), NAMES), []
+    own, seen = Balancer(BalanceConfig(case.method, level, case.settings), NAMES, seed=5), []
     for number in range(STEPS):
         step = step_of(number)
         step.key = own.method_input(step.losses, torch.ones(M, dtype=torch.bool), None, ()).key

@@ -33,7 +33,6 @@ from train.config.sections import (
     ModelSection,
     OptimizerConfig,
     ScheduleConfig,
-    ValidationConfig,
 )
 from train.data.config import DataConfig, SourceConfig
 from train.distributed.fabric import build_fabric
@@ -115,7 +114,7 @@ def test_a_finished_run_is_finished(tmp_path: Path) -> None:
         asked.append(step)
         return {"exact_match": 0.5}
 
-    config = toy_config(tmp_path, validation=ValidationConfig())
+    config = toy_config(tmp_path)
     _, first = toy_fit(config, toy_parts(validate=validate))
     outcome, again = toy_fit(config, toy_parts(validate=validate))
     assert (outcome.step, outcome.figures, asked) == (8, {"exact_match": 0.5}, [8])
@@ -211,7 +210,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, undisturbed: dict[str, Pa
 
 
 def test_where_files_lie_and_how_many_workers_read_them_may_change(tmp_path: Path) -> None:
-    free = {"data": ("workers", "prefetch", "cache", "broken_limit"), "model": ("tokenizer", "codec_folder", "init_from")}
+    free = {"data": ("workers", "prefetch", "broken_limit"), "model": ("tokenizer", "codec_folder", "init_from")}
     plain, moved = ({section: dict.fromkeys(keys, value) for section, keys in free.items()} for value in (1, 2))
     assert retention.differences(plain, moved) == retention.differences({"guard": True}, {"guard": False}) == []
     assert retention.differences(plain, {**moved, "data": {"seed": 3}}) == [("data.seed", None, 3)]
@@ -250,7 +249,7 @@ def test_a_restart_that_cannot_begin_keeps_the_old_run(tmp_path: Path) -> None:
 
 def test_a_signal_that_comes_while_the_end_is_written_is_not_lost(tmp_path: Path) -> None:
     """The run is finished then, but what follows it (the demonstration's examination) must not start."""
-    config = toy_config(tmp_path, validation=ValidationConfig(at_end=True))
+    config = toy_config(tmp_path)
 
     def validate(weights: Any, step: int) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGTERM)

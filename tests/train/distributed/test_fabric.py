@@ -41,7 +41,7 @@ LINES = {
     "checkpoint": CheckpointConfig(every_steps=3, every_minutes=None, metric="loss"),
 }
 
-VALIDATED = ValidationConfig(every_steps=2, at_end=False)
+VALIDATED = ValidationConfig(every_steps=2)
 
 
 def two_processes(options: dict[str, Any], **more: Any) -> list[int]:

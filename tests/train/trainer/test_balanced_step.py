@@ -36,7 +36,7 @@ EVERY = [(method, level) for method, kind in METHODS.items() for level in kind.l
 
 
 def section_of(method: str, level: str, **options: Any) -> BalanceConfig:
-    return BalanceConfig(method, level, SETTINGS.get(method, {}), seed=5, **options)
+    return BalanceConfig(method, level, SETTINGS.get(method, {}), **options)
 
 
 def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tensor, float], Any]:

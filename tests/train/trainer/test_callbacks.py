@@ -56,7 +56,7 @@ def config_of(folder: Path, **changes: Any) -> Any:
     return toy_config(
         folder,
         log=LogConfig(every=2, progress="off"),
-        validation=ValidationConfig(every_steps=4, at_end=False),
+        validation=ValidationConfig(every_steps=4),
         checkpoint=CheckpointConfig(every_steps=3, every_minutes=None),
         **changes,
     )

@@ -135,11 +135,11 @@ def test_validation_and_export_see_the_average_if_there_is_one(tmp_path: Path, e
 
 
 def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
-    scores = {2: 0.1, 4: 0.9, 6: 0.3, 8: 0.9, 10: 0.2, 12: 0.1}
+    scores = {2: 0.1, 4: 0.9, 6: 0.3, 8: 0.9, 10: 0.2, 12: 0.1, 13: 0.1}
     config = toy_config(
         tmp_path,
         budget=BudgetConfig(steps=13),
-        validation=ValidationConfig(every_steps=2, at_end=False),
+        validation=ValidationConfig(every_steps=2),
         checkpoint=CheckpointConfig(every_steps=5, every_minutes=None, keep_last=2, keep_best=1),
     )
     toy_fit(config, toy_parts(validate=lambda weights, step: {"exact_match": scores[step]}))

@@ -71,7 +71,7 @@ def test_a_validation_that_is_good_enough_ends_the_run(
 ) -> None:
     """It ends by then, before or after its expected steps, and is finished for the next start too."""
     budget = BudgetConfig(steps=None if until else 8, expected=4, minutes=10, until=until)
-    plan = ValidationConfig(every_steps=6, at_end=False)
+    plan = ValidationConfig(every_steps=6)
     config = toy_config(tmp_path, budget=budget, validation=plan, checkpoint=CheckpointConfig(metric=metric, keep_best=0))
     asked: list[int] = []
 

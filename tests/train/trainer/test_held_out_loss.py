@@ -183,7 +183,7 @@ def test_the_loss_is_of_the_weights_that_are_validated(tmp_path: Path, ema: floa
     )
     rows = read_table(tmp_path / "a" / VALIDATION)
     assert [row["step"] for row in rows] == [3, 6, 8] and rows[-1]["loss"] == pytest.approx(outcome.figures["loss"], rel=1e-6)
-    _, undisturbed = toy_fit(replace(config, run_folder=str(tmp_path / "b"), validation=ValidationConfig(at_end=False)))
+    _, undisturbed = toy_fit(replace(config, run_folder=str(tmp_path / "b"), validation=ValidationConfig(questions=0)))
     assert weights.keys() == undisturbed.keys()
     for name, tensor in undisturbed.items():
         assert tensor.equal(weights[name]), name
@@ -193,7 +193,7 @@ def test_the_loss_is_of_the_weights_that_are_validated(tmp_path: Path, ema: floa
 def test_dropout_is_off_while_it_is_measured_and_draws_as_before_afterwards(tmp_path: Path, precision: str) -> None:
     """A guard watches; adapters drop half of what they see, and the average is of another type than some weights."""
     section = replace(toy_lora(), dropout=0.5)
-    folders = {"measured": ValidationConfig(every_steps=2), "plain": ValidationConfig(at_end=False)}
+    folders = {"measured": ValidationConfig(every_steps=2), "plain": ValidationConfig()}
     ended, modes = {}, []
     for name, validation in folders.items():
         config = toy_config(
@@ -228,12 +228,12 @@ def test_what_fails_while_it_is_measured_leaves_the_weights(monkeypatch: pytest.
 
 
 def test_the_lowest_loss_is_kept_and_no_number_never_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses: Iterator[float] = iter([float("nan"), 2.0, 1.0, float("-inf"), 3.0, 1.0])
+    losses: Iterator[float] = iter([float("nan"), 2.0, 1.0, float("-inf"), 3.0, 1.0, 4.0])
     monkeypatch.setattr("train.trainer.validation.held_out_loss", lambda *_: {"loss": next(losses)})
     config = toy_config(
         tmp_path,
         budget=BudgetConfig(steps=13),
-        validation=ValidationConfig(every_steps=2, at_end=False),
+        validation=ValidationConfig(every_steps=2),
         checkpoint=CheckpointConfig(every_steps=None, every_minutes=None, keep_last=1, metric="loss"),
     )
     toy_fit(config, replace(toy_parts(), held_out=toy_held_out(0, 1)))

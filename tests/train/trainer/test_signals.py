@@ -79,7 +79,7 @@ def test_a_validation_that_is_broken_off_is_made_when_the_run_goes_on(
         break_off()
         return {"exact_match": 0.5}
 
-    plan = ValidationConfig(at_end=True) if where == "end" else ValidationConfig(every_steps=3, at_end=False)
+    plan = ValidationConfig() if where == "end" else ValidationConfig(every_steps=3)
     config = toy_config(tmp_path, validation=plan, log=LINES, checkpoint=CheckpointConfig(every_minutes=None, keep_best=0))
     parts = toy_parts(validate=validate)
     if where == "loss":
@@ -92,7 +92,7 @@ def test_a_validation_that_is_broken_off_is_made_when_the_run_goes_on(
     assert f"stopped by SIGTERM after step {stopped}" in said and not read_table(tmp_path / VALIDATION)
     outcome, _ = toy_fit(config, toy_parts(validate=validate))
     assert (outcome.step, outcome.signal) == (8, 0)
-    assert [row["step"] for row in read_table(tmp_path / VALIDATION)] == ([8] if where == "end" else [3, 6])
+    assert [row["step"] for row in read_table(tmp_path / VALIDATION)] == ([8] if where == "end" else [3, 6, 8])
     assert [row["step"] for row in read_table(tmp_path / METRICS)] == list(range(1, 9))
 
 

@@ -51,7 +51,7 @@ def run(folder: Path, every: int | None = 2, **changes: Any) -> FitConfig:
         data=DataConfig((source,), workers=0, packing=PackingConfig(rows=2, length=96, buffer=2)),
         fabric=FabricConfig(accelerator="cpu", devices=1),
         checkpoint=CheckpointConfig(every_minutes=None, keep_best=0),
-        validation=ValidationConfig(every_steps=every, at_end=every is not None, tasks=("A1T1", "T1T2"), max_seconds=0.4),
+        validation=ValidationConfig(every_steps=every, questions=64 if every else 0, tasks=("A1T1", "T1T2"), max_seconds=0.4),
         log=LogConfig(progress="off"),
         ema=0.9,
     )

@@ -38,8 +38,8 @@ class Broken:
 
 
 @configuration
-class ReaderOptions:
-    """Options of reading a data set. Empty values mean: as the format documents it.
+class RecordOptions:
+    """Options of reading records. Empty values mean: as the format documents it.
 
     Commands that read data take each as `--read.NAME`, and messages name it so.
 
@@ -60,9 +60,6 @@ class ReaderOptions:
         name: what the rows' `source` says; "" for the reader's name.
         task: written into the rows' `task`.
         pause: for conversations on two channels: silence in seconds that ends an utterance.
-        rows: for dialogues with slots: number of rows to make.
-        seed: for the same: of the order of rows and wordings.
-        part: for the same: combinations of slots to `train` on, those `held_out` for evaluation, or `all`.
     """
 
     format: str = ""
@@ -77,6 +74,18 @@ class ReaderOptions:
     name: str = ""
     task: str = ""
     pause: PositiveFloat = 1.0
+
+
+@configuration
+class ReaderOptions(RecordOptions):
+    """Options of reading a data set.
+
+    Attributes:
+        rows: for dialogues with slots: number of rows to make.
+        seed: for the same: of the order of rows and wordings.
+        part: for the same: combinations of slots to `train` on, those `held_out` for evaluation, or `all`.
+    """
+
     rows: PositiveInt = 10_000
     seed: int = 0
     part: Literal["train", "held_out", "all"] = "train"

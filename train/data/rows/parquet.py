@@ -371,5 +371,5 @@ def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.P
     except (DatasetGenerationError, OSError) as error:
         raise UserError(
             f"the Arrow copy of {files[0]} cannot be made ({one_line(error.__cause__ or error)}): free some space or name "
-            "another folder as data.cache; if the file is damaged, prepare it again"
+            "another folder as HF_DATASETS_CACHE; if the file is damaged, prepare it again"
         ) from error

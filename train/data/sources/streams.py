@@ -23,6 +23,7 @@ from omni.utils.remote import find_address
 from train.data.readers import Broken, ReaderOptions, check_options, recognise_record
 from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import find_shards, read_shard
+from train.data.readers.contract import RecordOptions
 from train.data.readers.files import Files
 from train.data.readers.records import Record
 from train.data.rows.row import Row, RowTurn, Sound, checked
@@ -158,7 +159,7 @@ class StreamSource:
     UserError: no shards, one that cannot be read, or records of no known format.
 
     Args:
-        options: how records become rows, as `data prepare` reads them.
+        read: how records become rows, as `data prepare` reads them.
         codec: name of the codec of answers; codes of others are dropped where there is their sound.
         block: rows that are read ahead and shuffled.
     """
@@ -166,9 +167,9 @@ class StreamSource:
     size, repeats = None, False
 
     def __init__(
-        self, path: str, options: ReaderOptions | None = None, codec: str = "", block: int = 256, seed: int = 0
+        self, path: str, read: RecordOptions | None = None, codec: str = "", block: int = 256, seed: int = 0
     ) -> None:  # fmt: skip
-        options = options or ReaderOptions()
+        options = ReaderOptions() if read is None else ReaderOptions(**vars(read))
         check_options(options, "read")
         self.name, self.codec, self.block, self.seed = path, codec, block, seed
         self.shards = find_shards(path)
