@@ -22,8 +22,7 @@ import functools
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,31 +35,26 @@ from omni.utils.hardware import to_device
 _CONVOLUTIONS: Any = getattr(torch.backends.cudnn, "conv")  # noqa: B009 PyTorch does not type it
 
 
-class _ExactConvolutions:
+_lock = threading.Lock()
+_before: list[str] = []  # for each thread inside of `_exact_convolutions`, the precision before the first came
+
+
+@contextlib.contextmanager
+def _exact_convolutions() -> Iterator[None]:
     """A context in which cuDNN's convolutions do not round their inputs to TF32, as they do by default.
 
     PyTorch has one flag for the process: the first of several threads turns it off, and the last one puts it back.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside, self._before = 0, ""
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._before = _CONVOLUTIONS.fp32_precision
-                _CONVOLUTIONS.fp32_precision = "ieee"
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                _CONVOLUTIONS.fp32_precision = self._before
-
-
-_EXACT = _ExactConvolutions()
+    with _lock:
+        _before.append(_before[0] if _before else _CONVOLUTIONS.fp32_precision)
+        _CONVOLUTIONS.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        with _lock:
+            precision = _before.pop()
+            if not _before:
+                _CONVOLUTIONS.fp32_precision = precision
 
 
 @functools.cache
@@ -172,7 +166,7 @@ class AudioCodec(ABC):
         What a stream keeps is not made as a tensor of inference mode, even where the caller is in it: the stream's next call
         may come from a thread that is not, where PyTorch would refuse to change it.
         """
-        exact = _EXACT if self.device.type == "cuda" else contextlib.nullcontext()
+        exact = _exact_convolutions() if self.device.type == "cuda" else contextlib.nullcontext()
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False), exact:
             yield
 
@@ -243,12 +237,7 @@ class CodecStream(ABC):
         """`finish` of a stream that has taken at least one frame; called once."""
 
 
-@dataclass
-class Decoding:
-    """An open stream of a batch: its decoder's state, and the frames that it has taken."""
-
-    state: Any
-    pushed: int = 0
+_NOTHING = torch.empty(0, dtype=torch.float32)
 
 
 class CodecBatch:
@@ -264,7 +253,7 @@ class CodecBatch:
     def __init__(self, codec: AudioCodec) -> None:
         self.codec = codec
         self._numbers = itertools.count()
-        self._decoding: dict[int, Decoding] = {}
+        self._states: dict[int, Any] = {}
         self._gpu: torch.cuda.Stream | None = None
         if codec.device.type == "cuda":
             self._gpu = torch.cuda.Stream(codec.device)
@@ -272,14 +261,13 @@ class CodecBatch:
 
     def __len__(self) -> int:
         """Number of open streams."""
-        return len(self._decoding)
+        return len(self._states)
 
     def open(self, seed: int = 0) -> int:
         """Starts a stream, at any time, and returns its number; `seed` keys the codec's noise, where it has some."""
-        with self._beside():
-            state = self._start(seed)
         number = next(self._numbers)
-        self._decoding[number] = Decoding(state)
+        with self._beside():
+            self._states[number] = self._start(seed)
         return number
 
     def push(self, streams: Sequence[int], codes: Tensor) -> list[Tensor | Exception]:
@@ -304,25 +292,25 @@ class CodecBatch:
                     checked = self.codec.check(_joined(codes[fit]))
                 checked = checked.unflatten(1, (len(fit), -1)).transpose(0, 1)
                 results |= self._sounds([streams[n] for n in fit], checked)
-        return [results.get(stream, _nothing()) for stream in streams]
+        return [results.get(stream, _NOTHING) for stream in streams]
 
     def finish(self, streams: Sequence[int]) -> list[Tensor | Exception]:
         """Ends streams, and returns the remaining samples of each, or its failure."""
         results = self._absent(streams)
-        begun = [stream for stream in streams if stream not in results and self._decoding[stream].pushed]
+        begun = [stream for stream in streams if stream not in results and self._states[stream].pushed]
         if begun:
             with self._beside():
                 results |= self._sounds(begun, None)
         for stream in streams:
             self.close(stream)
-        return [results.get(stream, _nothing()) for stream in streams]
+        return [results.get(stream, _NOTHING) for stream in streams]
 
     def close(self, stream: int) -> None:
         """Drops a stream without its rest; does nothing where it is closed."""
-        gone = self._decoding.pop(stream, None)
-        if gone is not None:
+        state = self._states.pop(stream, None)
+        if state is not None:
             with self._beside():
-                self._stop(gone.state)
+                self._stop(state)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -333,81 +321,60 @@ class CodecBatch:
     def _absent(self, streams: Sequence[int]) -> dict[int, Tensor | Exception]:
         """Failures of the streams that are not open."""
         closed = f"{self.codec.name} stream {{}} is not open (finished, closed, or failed): open a new one"
-        return {stream: UserError(closed.format(stream)) for stream in streams if stream not in self._decoding}
+        return {stream: UserError(closed.format(stream)) for stream in streams if stream not in self._states}
 
     def _misfits(self, streams: Sequence[int], codes: Tensor) -> dict[int, Tensor | Exception]:
         """Failures of open streams whose codes do not fit; these are closed."""
         failed: dict[int, Tensor | Exception] = {}
         for stream, own in zip(streams, codes, strict=True):
             try:
-                if stream in self._decoding:
-                    self.codec.check(own, self._decoding[stream].pushed)
+                if stream in self._states:
+                    self.codec.check(own, self._states[stream].pushed)
             except UserError as error:
                 failed[stream] = error
                 self.close(stream)
         return failed
 
     def _sounds(self, streams: Sequence[int], codes: Tensor | None) -> dict[int, Tensor | Exception]:
-        """Decodes checked `codes` `[N, K, f]`, or the ends of streams, and counts; failed streams are closed."""
-        decoding = [self._decoding[stream] for stream in streams]
-        states = [entry.state for entry in decoding]
+        """Sounds on the host of checked `codes` `[N, K, f]`, or the ends of streams; failed streams are closed."""
+        states, joined = [self._states[stream] for stream in streams], _NOTHING
         try:
-            sounds = _on_host(self._push(states, codes) if codes is not None else self._finish(states))
+            sounds = self._decode(states, codes)
+            if tensors := [sound for sound in sounds if isinstance(sound, Tensor)]:
+                joined = torch.cat(tensors).cpu()
+            if any(sound.device.type != "cpu" for sound in tensors):
+                here = iter(joined.split([len(sound) for sound in tensors]))
+                sounds = [next(here).clone() if isinstance(sound, Tensor) else sound for sound in sounds]
         except Exception as error:  # a failure of all together: nobody knows what was computed of whom
             sounds = [error] * len(states)
-        finite = _all_finite(sounds)
-        for n, (stream, entry) in enumerate(zip(streams, decoding, strict=True)):
-            if not finite and not _all_finite([sounds[n]]):
-                frame = entry.pushed + (0 if codes is None else codes.shape[2]) - 1
-                made = f"{self.codec.name} made a sound that is not finite by frame {frame}"
+        finite = bool(joined.isfinite().all())
+        for n, (stream, state, sound) in enumerate(zip(streams, states, sounds, strict=True)):
+            if isinstance(sound, Tensor) and not finite and not bool(sound.isfinite().all()):
+                made = f"{self.codec.name} made a sound that is not finite by frame {state.pushed - 1}"
                 sounds[n] = UserError(f"{made}: its weights are damaged")
             if isinstance(sounds[n], Exception):
                 self.close(stream)
-            elif codes is not None:
-                entry.pushed += codes.shape[2]
         return dict(zip(streams, sounds, strict=True))
 
     def _start(self, seed: int) -> Any:
-        """Returns the state of a new stream."""
+        """Returns the state of a new stream, whose attribute `pushed` counts the frames that it has taken."""
         return self.codec.stream(seed)
 
-    def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
-        """Sounds, on any device, of checked codes `[N, K, f]` on the codec's device, or the failures; f > 0."""
-        return [_attempt(stream.push, own) for stream, own in zip(states, codes, strict=True)]
-
-    def _finish(self, states: Sequence[Any]) -> list[Tensor | Exception]:
-        """The rests of streams that have taken at least one frame each; `_stop` follows."""
-        return [_attempt(stream.finish) for stream in states]
+    def _decode(self, states: Sequence[Any], codes: Tensor | None) -> list[Tensor | Exception]:
+        """Sounds, on any device, or failures, of checked codes `[N, K, f]` on the codec's device, f > 0, which are counted; for
+        None the rests of streams that have taken at least one frame each."""
+        sounds: list[Tensor | Exception] = []
+        for n, stream in enumerate(states):
+            try:
+                sounds.append(stream.finish() if codes is None else stream.push(codes[n]))
+            except Exception as error:
+                sounds.append(error)
+        return sounds
 
     def _stop(self, state: Any) -> None:
         """Frees the state of a stream, finished or not; what a `CodecStream` keeps goes with it."""
 
 
-def _attempt(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor | Exception:
-    try:
-        return function(*arguments)
-    except Exception as error:
-        return error
-
-
-def _nothing() -> Tensor:
-    return torch.empty(0, dtype=torch.float32)
-
-
 def _joined(codes: Tensor) -> Tensor:
     """Codes `[K, N * f]` of codes `[N, K, f]`, one stream after another."""
     return codes.transpose(0, 1).flatten(1)
-
-
-def _all_finite(sounds: Sequence[Tensor | Exception]) -> bool:
-    tensors = [sound for sound in sounds if isinstance(sound, Tensor)]
-    return not tensors or bool(torch.cat(tensors).isfinite().all())
-
-
-def _on_host(sounds: list[Tensor | Exception]) -> list[Tensor | Exception]:
-    """The sounds on the host, by one copy."""
-    tensors = [sound for sound in sounds if isinstance(sound, Tensor)]
-    if not tensors or all(sound.device.type == "cpu" for sound in tensors):
-        return sounds
-    here = iter(torch.cat(tensors).cpu().split([len(sound) for sound in tensors]))
-    return [next(here).clone() if isinstance(sound, Tensor) else sound for sound in sounds]

@@ -46,7 +46,7 @@ class _SymbolInfo(ctypes.Structure):
 
 
 def load_private(path: str) -> ctypes.CDLL:
-    """Loads a fresh copy of the shared library `path`; release it with `unload`.
+    """Loads a fresh copy of the shared library `path`; release it with `_release`.
 
     Raises UserError when the folder for temporary files cannot hold the copy.
     """
@@ -57,7 +57,7 @@ def load_private(path: str) -> ctypes.CDLL:
         descriptor, copy = tempfile.mkstemp(prefix="omni-", suffix=f"-{os.path.basename(path)}")
         with open(descriptor, "wb") as file:
             # Written from memory: a file that the kernel copies from the original takes ten times as long to unmap.
-            file.write(_contents(path))
+            file.write(_contents(Path(path)))
         return ctypes.CDLL(copy, mode=mode)
     except OSError as error:
         folder = os.path.dirname(copy) if copy else "a temporary folder"
@@ -70,14 +70,7 @@ def load_private(path: str) -> ctypes.CDLL:
             os.unlink(copy)
 
 
-def unload(library: ctypes.CDLL) -> None:
-    """Unmaps a library loaded by `load_private`; nothing of it may be used afterwards."""
-    ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
-
-
-@functools.cache
-def _contents(path: str) -> bytes:
-    return Path(path).read_bytes()
+_contents = functools.cache(Path.read_bytes)
 
 
 MODE_700C = 8  # codec2.h
@@ -118,7 +111,7 @@ class Codec2Codec(AudioCodec):
         samples = (audio * 32768).round().clamp(-32768, 32767).to(torch.int16)
         pcm.reshape(-1)[: audio.numel()] = samples.numpy()
         packed = np.zeros((len(pcm), FRAME_BYTES), dtype=np.uint8)
-        library = _shared_library()  # encoding draws no random numbers
+        library = _declare(ctypes.CDLL(library_path()))  # shared: encoding draws no random numbers
         state = library.codec2_create(MODE_700C)
         try:
             for frame in range(len(pcm)):
@@ -151,12 +144,13 @@ class _Codec2Stream(CodecStream):
 class _Codec2Batch(CodecBatch):
     """Streams whose frames are packed and converted together."""
 
-    def _push(self, states: Sequence[Any], codes: Tensor) -> list[Tensor | Exception]:
+    def _decode(self, states: Sequence[Any], codes: Tensor | None) -> list[Tensor | Exception]:
+        if codes is None:
+            return [stream._nothing() for stream in states]
+        for stream in states:
+            stream.pushed += codes.shape[2]
         # NumPy copies: for each of PyTorch's the thread would let another one run, and wait for it.
         return [torch.from_numpy(sound.copy()) for sound in _decoded(states, codes.transpose(0, 1).flatten(1))]
-
-    def _finish(self, states: Sequence[Any]) -> list[Tensor | Exception]:
-        return [stream._nothing() for stream in states]
 
     def _stop(self, state: Any) -> None:
         state._release()
@@ -228,11 +222,6 @@ def library_path() -> str:
     return os.fsdecode(info.file)
 
 
-@functools.cache
-def _shared_library() -> ctypes.CDLL:
-    return _declare(ctypes.CDLL(library_path()))
-
-
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Gives the functions used here their C signatures: pointers must not be cut to 32 bits."""
     library.codec2_create.argtypes, library.codec2_create.restype = [ctypes.c_int], ctypes.c_void_p
@@ -243,5 +232,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _release(library: ctypes.CDLL, state: int) -> None:
+    """Frees a decoder and unmaps its private library; nothing of either may be used afterwards."""
     library.codec2_destroy(state)
-    unload(library)
+    ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))

@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
+from omni.checkpoint.places import CONFIG, WEIGHTS
+from omni.checkpoint.tensors import read_safetensors
 from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
 from omni.codec.network import NetworkCodec
 from omni.codec.streams import Network, Streams
 from omni.errors import UserError
-from omni.files import refuse_pointer
 
 CODEBOOKS = 8
 """Number of codebooks of the codec named "mimi": Moshi's."""
@@ -73,22 +72,16 @@ class MimiCodec(NetworkCodec):
         Raises UserError for files that are missing, damaged, of another model, or that do not fit each other.
         """
         folder = Path(folder)
-        config = read_config(folder / "config.json")
-        path = folder / "model.safetensors"
-        if not path.is_file():
-            raise UserError(f"no weights in {folder}: the codec mimi reads model.safetensors only (no pickles)")
-        refuse_pointer(path)
-        try:
-            tensors = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is truncated or no safetensors file ({error}): fetch it again") from error
+        config = read_config(folder / CONFIG)
+        path = folder / WEIGHTS
+        tensors = read_safetensors(path)
 
         def take(name: str, *shape: int) -> Tensor:
             tensor = tensors.pop(name, None)
-            if tensor is None or tensor.shape != shape or not tensor.is_floating_point():
+            if tensor is None or tensor.shape != shape or not tensor.dtype.is_floating_point:
                 held = "not there" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise UserError(f"{path}: {name} is {held}; config.json asks for floats {list(shape)}: fetch both again")
-            return tensor.to(device, torch.float32)
+            return tensor().to(device, torch.float32)
 
         codec = cls(config, take, codebooks)
         rest = sorted(name for name in tensors if not name.startswith("quantizer."))  # codebooks may be left out

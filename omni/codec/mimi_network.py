@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.network import read_settings
 from omni.codec.streaming import Activation, Conv, Residual, Upsample, product
 from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
 from omni.errors import UserError
+from omni.files import read_json
 from omni.model.attention import attention
 from omni.model.kv_cache import KVCache
 
@@ -337,7 +337,7 @@ class MimiConfig:
 
 def read_config(path: Path) -> MimiConfig:
     """Reads `config.json`; UserError for a missing or damaged file, another model_type, or a network that is not Mimi's."""
-    entries = read_settings(path)
+    entries = read_json(path, "give the codec's folder, fetched again")
     if "model_type" not in entries:
         raise UserError(f"{path} has no model_type: the codec mimi reads folders in the format of kyutai/mimi")
     for key, (values, why) in _ONLY.items():

@@ -31,7 +31,6 @@ import functools
 import hashlib
 import itertools
 import math
-import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,16 +38,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from omni.codec.network import NetworkCodec, read_settings
+from omni.checkpoint.places import CONFIG
+from omni.checkpoint.tensors import read_weights
+from omni.codec.network import NetworkCodec
 from omni.codec.streaming import Activation, Conv, Residual, Upsample
 from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
 from omni.errors import PackageError, UserError
-from omni.files import refuse_pointer
+from omni.files import read_json
 
 SNAC_24KHZ: dict[str, Any] = {
     "sampling_rate": 24000,
@@ -100,9 +99,10 @@ class SnacCodec(NetworkCodec):
         Raises UserError for files that are missing, damaged, or do not fit each other.
         """
         folder = Path(folder)
-        model = _build(read_settings(folder / "config.json"))
+        model = _build(read_json(folder / CONFIG, "give the codec's folder, fetched again"))
+        weights = {name: tensor() for name, tensor in read_weights(folder).items()}
         try:
-            model.load_state_dict(_read_weights(folder))
+            model.load_state_dict(weights)
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip()
             raise UserError(f"the weights in {folder} do not fit its config.json: {reason}") from error
@@ -171,24 +171,6 @@ def _build(config: dict[str, Any]) -> nn.Module:
         except ImportError as error:
             raise PackageError('SNAC needs the package snac: pip install "omni-speech[snac]"') from error
     return SNAC(**config)
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    safe, plain = folder / "model.safetensors", folder / "pytorch_model.bin"
-    path = safe if safe.is_file() else plain
-    if not path.is_file():
-        raise UserError(f"no weights in {folder}: it needs {safe.name} or {plain.name}")
-    refuse_pointer(path)
-    try:
-        if path == safe:
-            return load_file(path)
-        weights = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path} is truncated or holds more than tensors ({reason}): fetch it again") from error
-    if not isinstance(weights, dict):
-        raise UserError(f"{path} holds a {type(weights).__name__}, not a state dict: fetch it again")
-    return weights
 
 
 def _flat(model: Any) -> Iterator[nn.Module]:

@@ -156,7 +156,7 @@ class Upsample(Layer):
         x = call.joined(self.own, x, self.timing, ahead=1)
         pairs = torch.cat([x[:, 1:], x[:, :-1]], dim=2)
         y = product(pairs, self.weight, self.bias)
-        y = y.view(x.shape[0], pairs.shape[1] * self.rate, self.bias.numel() // self.rate)
+        y = y.reshape(x.shape[0], pairs.shape[1] * self.rate, self.bias.numel() // self.rate)
         if call.last:
             y = y[:, : y.shape[1] - (self.rate - self.cut)]
         early = call.early(self.after, y.shape[1])
@@ -173,7 +173,7 @@ class Residual(Layer):
         after = network.place(self.inner, timing)
         if self.shortcut is not None:
             self.shortcut.place(timing, network)
-        self.lag = after.lag - timing.lag
+        self.timing, self.lag = timing, after.lag - timing.lag
         if self.lag:
             self.own = network.keep(self.lag, next(part.inputs for part in self.inner if isinstance(part, Conv)))
         return after
@@ -185,6 +185,7 @@ class Residual(Layer):
         if self.shortcut is not None:
             x = self.shortcut(x, call)
         if self.lag:
-            x = call.delayed(self.own, x)
+            joined = call.joined(self.own, x, self.timing)
+            x = joined if call.last else joined[:, : x.shape[1]]
         # Outputs that are not there are the first ones, in both.
         return y.add_(x[:, x.shape[1] - y.shape[1] :])

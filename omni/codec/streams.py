@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -91,9 +92,9 @@ class StreamCall:
     ) -> None:
         self.frames, self.last = frames, last
         self._streams, self._rows, self._state, self._words = streams, rows, state, words
-        self._fresh = [n for n, row in enumerate(rows) if row.frames == 0]
-        self._young = [(n, row.frames) for n, row in enumerate(rows) if row.frames < streams.reach]
-        self._oldest = max(row.frames for row in rows)
+        self._fresh = [n for n, row in enumerate(rows) if row.pushed == 0]
+        self._young = [(n, row.pushed) for n, row in enumerate(rows) if row.pushed < streams.reach]
+        self._oldest = max(row.pushed for row in rows)
 
     def cache(self, number: int) -> KVCache:
         """The rows of this call in a cache."""
@@ -121,7 +122,7 @@ class StreamCall:
 
         At the end `ahead` zeros follow.
         """
-        kept = self._kept(own)
+        kept = self._state[:, own.start : own.stop].unflatten(1, (own.positions, -1))
         if replicate:
             for row in self._fresh:
                 kept[row] = x[row, :1]
@@ -133,24 +134,12 @@ class StreamCall:
             kept.copy_(joined[:, joined.shape[1] - own.positions :])
         return joined
 
-    def delayed(self, own: RowPart, x: Tensor) -> Tensor:
-        """The inputs x delayed by the positions of `own`; at the end all that are left."""
-        kept = self._kept(own)
-        joined = torch.cat([kept, x], dim=1)
-        if self.last:
-            return joined
-        kept.copy_(joined[:, x.shape[1] :])
-        return joined[:, : x.shape[1]]
-
     def starts(self, timing: LayerTiming, count: int) -> list[int]:
         """For each stream, how many of the first of `count` outputs are before its start."""
         starts = [0] * len(self._rows)
         for row, begun in self._young:
             starts[row] = self._before(timing, count, begun)
         return starts
-
-    def _kept(self, own: RowPart) -> Tensor:
-        return self._state[:, own.start : own.stop].unflatten(1, (own.positions, -1))
 
     def _missing(self, timing: LayerTiming, count: int) -> int:
         """First positions of this call that were left out because all streams have them before their start."""
@@ -160,11 +149,12 @@ class StreamCall:
         return min(count, max(0, timing.lag - begun * timing.rate - self._missing(timing, count)))
 
 
+@dataclass(eq=False)
 class StreamRow:
     """A stream's row in the memory, and the frames that it has taken."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.frames = number, 0
+    number: int
+    pushed: int = 0
 
 
 class Streams:
@@ -231,7 +221,7 @@ class Streams:
                 self._state.index_copy_(0, index, kept)
                 self._words.index_copy_(0, index, words)
             for row in rows:
-                row.frames += frames
+                row.pushed += frames
         starts = call.starts(self._network.end, x.shape[1])
         return [own[start:] for own, start in zip(x, starts, strict=True)]
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omni.codec.network import NetworkCodec
+from omni.codec import network
+from omni.codec.network import NetworkCodec, NetworkStream
+from omni.codec.streams import Streams
 from tests.codec.test_batch import codec_of
 from tests.codec.test_codec import random_codes
 
@@ -51,7 +53,8 @@ def test_the_count_can_fail() -> None:
 def test_nothing_waits_while_frames_are_decoded(name: str) -> None:
     """The meta device stands for a GPU; streams that begin, that go on, and that are no neighbours."""
     codec = codec_of(name, "meta")
-    streams, codes = codec.streams(), torch.zeros(3, len(codec.codebook_sizes), 1, dtype=torch.long, device="meta")
+    streams = Streams(codec._decoder, codec.device)
+    codes = torch.zeros(3, len(codec.codebook_sizes), 1, dtype=torch.long, device="meta")
     rows = [streams.open(seed) for seed in range(3)]
     with Waits() as waits:
         for _ in range(5):
@@ -62,7 +65,7 @@ def test_nothing_waits_while_frames_are_decoded(name: str) -> None:
         codec._pass(streams, rows[::2], codes[::2])
     assert waits.seen["copy"] <= 2  # the numbers of the rows
     with Waits() as waits:
-        codec._end(streams, rows)
+        codec._pass(streams, rows, None)
     assert waits.seen == {}
     if name.startswith("mimi"):
         assert codec._encode(torch.zeros(3 * codec.frame_samples, device="meta")).is_meta  # nothing is left on the CPU
@@ -75,18 +78,25 @@ def test_a_whole_decode_in_few_passes_equals_the_stream(name: str, chunk: int) -
     codec = codec_of(name)
     for frames in (1, 2, chunk, 40):
         codes = random_codes(codec, frames, seed=frames)
-        torch.testing.assert_close(codec._whole(codes, 4, chunk), codec.decode(codes, 4), rtol=0, atol=1e-5)
-    assert codec._whole(codes[:, :0], 0, chunk).shape == (0,)
+        stream = NetworkStream(codec, 4, chunk)
+        whole = torch.cat([stream.push(codes), stream.finish()])
+        torch.testing.assert_close(whole, codec.decode(codes, 4), rtol=0, atol=1e-5)
 
 
 def test_a_device_that_is_no_cpu_decodes_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, calls = codec_of("snac_a"), []
-    monkeypatch.setattr(NetworkCodec, "_whole", lambda self, codes, seed, chunk: calls.append((codes.shape[1], seed, chunk)))
-    codec.decode(random_codes(codec, 5), 2)
-    assert calls == []
-    codec.device = torch.device("meta")
-    codec.decode(random_codes(codec, 5), 2)
-    assert calls == [(5, 2, 32)]
+    codec, chunks = codec_of("snac_a"), []
+
+    class Recorded:
+        def __init__(self, codec: NetworkCodec, seed: int, chunk: int) -> None:
+            chunks.append(chunk)
+
+        push = finish = lambda self, *codes: torch.empty(0)
+
+    monkeypatch.setattr(network, "NetworkStream", Recorded)
+    for device in ("cpu", "meta"):
+        codec.device = torch.device(device)
+        codec.decode(random_codes(codec, 5), 2)
+    assert chunks == [1, 32]
 
 
 def precision() -> str:
@@ -141,7 +151,7 @@ def test_on_a_gpu(name: str) -> None:
         assert isinstance(rest, Tensor)
         torch.testing.assert_close(torch.cat([*heard[n], rest]), wanted[n], rtol=0, atol=1e-5)
         torch.testing.assert_close(there.decode(lines[n], n).cpu(), wanted[n], rtol=0, atol=1e-5)
-    streams, rows = there.streams(), []
+    streams = Streams(there._decoder, there.device)
     rows = [streams.open(seed) for seed in range(3)]
     codes = torch.stack(lines).cuda()[:, :, :1]
     there._pass(streams, rows, codes)

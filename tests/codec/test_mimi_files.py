@@ -86,8 +86,8 @@ def test_weights_that_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     whole = weights.read_bytes()
     for damaged in (whole[: len(whole) // 2], whole[:20], b"", pickle.dumps(Malicious(), protocol=2)):
         weights.write_bytes(damaged)
-        refused(folder, r"model\.safetensors is truncated or no safetensors file")
+        refused(folder, r"model\.safetensors is (truncated or no safetensors file|a pickle)")
     weights.unlink()
     torch.save(Malicious(), folder / "pytorch_model.bin")
-    refused(folder, r"no weights in .* reads model\.safetensors only \(no pickles\)")
+    refused(folder, r"model\.safetensors is missing")
     assert not (folder / "opened").exists()
