@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from omni.pretrained import find_model
 from omni.tasks import TASKS
 from omni.utils.charts import print_table
 from omni.utils.hardware import find_device, machine, synchronize
-from omni.utils.profiling import GIB, load, seconds_of, timed
+from omni.utils.profiling import GIB, seconds_of, timed
 
 TASK = TASKS["A1A2"]
 
@@ -147,8 +148,8 @@ def _figure(value: float) -> str:
 
 
 def _machine(device: torch.device) -> dict[str, str | int | float | None]:
-    name, busy = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()["processor"], load()
-    rest = {"threads": torch.get_num_threads(), "load": None if busy is None else round(busy, 1), "torch": torch.__version__}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine()["processor"]
+    rest = {"threads": torch.get_num_threads(), "load": round(psutil.getloadavg()[0], 1), "torch": torch.__version__}
     return {"device": str(device), "processor": name, **rest}
 
 

@@ -65,9 +65,8 @@ def cancelled(mixed: float, channels: Sequence[float]) -> int | None:
     return loudest if mixed < _CANCELLED * channels[loudest] else None
 
 
-def heard_alone(channel: int) -> str:
-    """Text of the warning for the channel that `cancelled` names: the end of a sentence about the sound."""
-    return f"two channels are of opposite phase and cancel each other; channel {channel} is used alone"
+ONE_CHANNEL = "two channels are of opposite phase and cancel each other; channel {} is used alone"
+"""Warning for the channel that `cancelled` names: the end of a sentence about the sound."""
 
 
 SAMPLE_RATE = 16_000
@@ -139,7 +138,7 @@ def read_audio(
         audio, loudest = _decode(recording, name, max_seconds, channel, sample_rate)
         if loudest is not None:
             audio, _ = _decode(recording, name, max_seconds, loudest, sample_rate)
-            doubt = f"{name}: its {heard_alone(loudest)}"
+            doubt = f"{name}: its {ONE_CHANNEL.format(loudest)}"
     if len(audio) == 0:
         raise UserError(f"{name} holds no samples: record or convert it again")
     if doubt is not None:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import os
 import re
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from omni.errors import UserError
-from omni.files import beside, replaceable, replacing
+from omni.files import replacing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,14 +97,10 @@ class WavWriter:
         self.path = Path(path)
         self.sample_rate = sample_rate
         self.samples = 0
-        self._bytes = 0
-        self._target = replaceable(path)
-        self._part = beside(self._target, self)
-        try:
-            self._file: BinaryIO | None = open(self._part, "wb")  # noqa: SIM115 (held until close or abort)
-        except OSError as error:
-            raise _refused(self.path, error) from error
-        self._write(wav_header(sample_rate))
+        self._bytes, self._closing = 0, ExitStack()
+        with self._refusing():
+            self._file: BinaryIO = self._closing.enter_context(self._closing.enter_context(replacing(path)).open("wb"))
+            self._file.write(wav_header(sample_rate))
 
     @property
     def seconds(self) -> float:
@@ -111,37 +108,28 @@ class WavWriter:
         return self.samples / self.sample_rate
 
     def append(self, audio: Tensor) -> None:
-        """Add `[S]` floats in [-1, 1] (any S, zero included)."""
-        if self._file is None:
-            raise ValueError(f"{str(self.path)!r} is closed: append before close()")
+        """Add `[S]` floats in [-1, 1] (any S, zero included); ValueError after `close` or `abort`."""
         data = pcm16(audio)
         if self._bytes + len(data) > _LIMIT:
             raise UserError(f"{str(self.path)!r}: a WAV file holds at most 4 GiB: start another after {self.seconds:.0f} s")
-        self._write(data)
+        with self._refusing():
+            self._file.write(data)
         self._bytes += len(data)
         self.samples += audio.shape[0]
 
     def close(self) -> Path:
         """Complete the header, give the file its name and return it; a second call changes nothing."""
-        if self._file is not None:
-            try:
+        if not self._file.closed:
+            with self._refusing():
                 self._file.seek(0)
                 self._file.write(wav_header(self.sample_rate, self._bytes))
-                self._file.close()
-                os.replace(self._part, self._target)
-            except OSError as error:
-                self.abort()
-                raise _refused(self.path, error) from error
-            self._file = None
+                self._closing.close()
         return self.path
 
     def abort(self) -> None:
         """Discard what was written; a file that was at the path before stays."""
-        if self._file is not None:
-            file, self._file = self._file, None
-            with suppress(OSError):  # it flushes, so a full disk may raise once more
-                file.close()
-            self._part.unlink(missing_ok=True)
+        with suppress(OSError), self._closing:  # which leaves nothing where the block fails
+            raise OSError
 
     def __enter__(self) -> WavWriter:
         return self
@@ -152,10 +140,11 @@ class WavWriter:
         else:
             self.abort()
 
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Discards the file where the block fails."""
         try:
-            self._file.write(data)
+            yield
         except OSError as error:
             self.abort()
             raise _refused(self.path, error) from error

@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from copy import copy
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from omni.audio.decode import full_scale
-from omni.audio.io import MAX_SECONDS, SAMPLE_RATE, cancelled, heard_alone, read_audio, shorten
+from omni.audio.io import MAX_SECONDS, ONE_CHANNEL, SAMPLE_RATE, cancelled, read_audio, shorten
 from omni.audio.resample import StreamResampler, resample
 from omni.errors import UserError, warn_about_sound
 
@@ -119,11 +120,10 @@ def unwrap(sound: Any, sample_rate: Any, name: str = "the question") -> tuple[An
                 return sound[key], sample_rate
         raise UserError(f"{name} is a mapping with the keys {list(keys)[:8]}; it needs 'array' and 'sampling_rate', or 'audio'")
     if isinstance(sound, (tuple, list)) and len(sound) == 2:
-        first, second = sound
-        if _is_rate(first) and _is_samples(second):
-            return second, first
-        if _is_rate(second) and _is_samples(first):
-            return first, second
+        for rate, samples in (sound, sound[::-1]):
+            several = isinstance(samples, (list, tuple)) or (is_waveform(samples) and np.ndim(samples) > 0)
+            if several and isinstance(rate, Real) and not isinstance(rate, bool):
+                return samples, rate
     return sound, sample_rate
 
 
@@ -162,7 +162,7 @@ def as_waveform(samples: Any, name: str = "the question") -> Tensor:
     loudest = cancelled(float(np.square(mixed).sum()), np.square(scaled).sum(axis=1).tolist())
     if loudest is None:
         return torch.from_numpy(mixed)
-    warn_about_sound(f"{name}'s {heard_alone(loudest)}")
+    warn_about_sound(f"{name}'s {ONE_CHANNEL.format(loudest)}")
     return torch.from_numpy(scaled[loudest].copy())
 
 
@@ -205,14 +205,6 @@ def _numbers(samples: Any, name: str, two: int | None = None) -> np.ndarray:
     if two is not None and array.ndim == 2 and array.shape[two] == 2:
         return array.T if two else array
     return _channels(array, name)
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def _is_samples(value: Any) -> bool:
-    return is_waveform(value) and (isinstance(value, (list, tuple)) or np.ndim(value) > 0)
 
 
 def _channels(array: np.ndarray, name: str) -> np.ndarray:

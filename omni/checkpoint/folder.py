@@ -154,9 +154,7 @@ def save_folder(
 
 def check_full_precision(folder: str | os.PathLike[str], work: str) -> None:
     """Refuse a model folder whose weights are held in fewer bits (UserError), for `work` needs them in full precision."""
-    path = local_path(folder)
-    with naming(folder, path):
-        held = read_stored(path).quantized
+    held = read_stored(folder).quantized
     if held is not None:
         made_from = "the folder in full precision that it was made from"
         raise UserError(f"{folder} holds {held.form} weights, which only answer: {work} needs {made_from}")
@@ -164,9 +162,7 @@ def check_full_precision(folder: str | os.PathLike[str], work: str) -> None:
 
 def read_config(folder: str | os.PathLike[str]) -> ModelConfig:
     """The model's configuration; UserError where the folder is not a model folder of a known version."""
-    path = local_path(folder)
-    with naming(folder, path):
-        return from_dict(ModelConfig, read_stored(path).model, f"{folder}/{CONFIG}: model")
+    return from_dict(ModelConfig, read_stored(folder).model, f"{folder}/{CONFIG}: model")
 
 
 def load_folder(
@@ -251,8 +247,7 @@ def _load_model(path: Path, stored: FolderConfig, config: ModelConfig, quantize:
     file, held = path / WEIGHTS, stored.quantized
     if is_pickle(file):  # before its size is compared: a pickle has another
         raise UserError(f"{file} is a pickle, which could run code; convert it to safetensors first")
-    for name, stamp in stored.files.items():
-        _check_size(path / name, stamp.bytes)
+    check_files(path)
     if held is None:
         model = SpeechModel.unfilled(config)
         check_state(read_safetensors(file), model.state_dict(), str(file))
@@ -274,60 +269,45 @@ def _load_model(path: Path, stored: FolderConfig, config: ModelConfig, quantize:
     return model
 
 
-def read_stored(path: Path) -> FolderConfig:
+def read_stored(folder: str | os.PathLike[str]) -> FolderConfig:
     """The `config.json` of a model folder; UserError where it is none of a known version, or lists files outside of the folder,
     or not the weights and the tokenizer."""
-    check_folder(path)
-    file = path / CONFIG
-    data = read_json(file, longest=LONGEST)
-    known = {entry.name: data[entry.name] for entry in fields(FolderConfig) if entry.name in data}
-    stored = validate(FolderConfig, known, lambda key: f"{file}: ")
-    for name in stored.files:
-        check_inside(path, name, file)
-    for name in (WEIGHTS, TOKENIZER):
-        if name not in stored.files:
-            raise UserError(f"{file}: files does not list {name}, whose checksum it must hold; {AGAIN}")
+    path = local_path(folder)
+    with naming(folder, path):
+        check_folder(path)
+        file = path / CONFIG
+        data = read_json(file, longest=LONGEST)
+        known = {entry.name: data[entry.name] for entry in fields(FolderConfig) if entry.name in data}
+        stored = validate(FolderConfig, known, lambda key: f"{file}: ")
+        for name in stored.files:
+            check_inside(path, name, file)
+        for name in (WEIGHTS, TOKENIZER):
+            if name not in stored.files:
+                raise UserError(f"{file}: files does not list {name}, whose checksum it must hold; {AGAIN}")
     return stored
 
 
-def check_sizes(folder: str | os.PathLike[str]) -> None:
-    """Refuse a model folder one of whose files is missing or has another size (UserError); none of them is read."""
-    path = local_path(folder)
+def check_files(folder: str | os.PathLike[str], sums: bool = False) -> None:
+    """Refuse a model folder one of whose files is missing, has another size, or, with `sums`, for which all are read, is not
+    what was saved (UserError)."""
+    path, files = local_path(folder), read_stored(folder).files
     with naming(folder, path):
-        for name, stamp in read_stored(path).files.items():
-            _check_size(path / name, stamp.bytes)
-
-
-def check_whole(folder: str | os.PathLike[str]) -> None:
-    """Refuse a model folder one of whose files is missing, has another size, or is not what was saved (UserError)."""
-    path = local_path(folder)
-    check_sizes(path)
-    for name, stamp in read_stored(path).files.items():
-        check_sum(path / name, stamp.crc32)
-
-
-def listed_names(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the files that a model folder's configuration lists; UserError where it is no such folder."""
-    path = local_path(folder)
-    with naming(folder, path):
-        return sorted(read_stored(path).files)
+        for file, wanted in ((path / name, stamp.bytes) for name, stamp in files.items()):
+            if not file.is_file():
+                raise UserError(f"{file} is missing; {AGAIN}")
+            size = file.stat().st_size
+            if size != wanted:
+                refuse_pointer(file)
+                problem = "truncated" if size < wanted else "longer than it was"
+                raise UserError(f"{file} is {problem}: {size} bytes of {wanted}; {AGAIN}")
+        for name, stamp in files.items() if sums else ():
+            check_sum(path / name, stamp.crc32)
 
 
 def check_sum(file: Path, wanted: int, on_read: Callable[[int], object] = lambda count: None) -> None:
     """Refuse a file whose CRC-32 is another (UserError); `on_read` is called with the bytes of each piece."""
     if crc32_of(file, on_read) != wanted:
         raise UserError(f"{file} does not match its checksum in {CONFIG}; {AGAIN}")
-
-
-def _check_size(file: Path, wanted: int) -> None:
-    """Refuse a file that is missing, or has another size."""
-    if not file.is_file():
-        raise UserError(f"{file} is missing; {AGAIN}")
-    size = file.stat().st_size
-    if size != wanted:
-        refuse_pointer(file)
-        problem = "truncated" if size < wanted else "longer than it was"
-        raise UserError(f"{file} is {problem}: {size} bytes of {wanted}; {AGAIN}")
 
 
 PIECE = 2 << 20

@@ -192,13 +192,10 @@ def _read_shards(index: Path) -> dict[str, Lazy]:
             raise UserError(f"{index}: shard {shard!r} lies outside of the folder; fetch the index again")
         if not path.is_file():
             raise UserError(f"shard {path} is missing ({number} of {len(shards)} in {index.name}); fetch it")
-        for name, tensor in _read_any(path).items():
-            if shard_of.get(name) != shard:
-                raise UserError(f"{path} holds tensor {name}, which {index.name} does not place there; fetch the folder again")
-            out[name] = tensor
-    for name, shard in shard_of.items():
-        if name not in out:
-            raise UserError(f"tensor {name} is missing in shard {index.parent / shard}; fetch it again")
+        tensors = _read_any(path)
+        if wrong := tensors.keys() ^ {name for name, other in shard_of.items() if other == shard}:
+            raise UserError(f"{path} and {index.name} do not agree about tensor {min(wrong)}; fetch the folder again")
+        out |= tensors
     return out
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from omni.checkpoint.folder import (
     FolderConfig,
     Quantized,
+    check_files,
     check_full_precision,
-    check_sizes,
     check_sum,
     int8_tensors,
     read_config,
@@ -43,7 +43,7 @@ def read(path: Path) -> Foreign:
     weights is not computed here (that would read them twice); every size is compared."""
     check_full_precision(path, "converting")
     stored, config = read_stored(path), read_config(path)
-    check_sizes(path)
+    check_files(path)
     shapes = model_shapes(config)
     tensors = match(read_safetensors(path / WEIGHTS), {name: name for name in shapes}, shapes, path / WEIGHTS)
     codec = path / CODEC if (path / CODEC).is_dir() else None
@@ -97,7 +97,7 @@ def quantize_folder(source: Path, target: Path, on_progress: WriteCallback | Non
         raise UserError(
             f"{source} is quantised already ({held.form}); quantise the folder in full precision that it was made from"
         )
-    check_sizes(source)
+    check_files(source)
     check_tokenizer(Tokenizer.from_file(source / TOKENIZER), config.layout.text.size, source)
     progress = Progress(0, on_progress)
     state = {name: _counted(tensor, progress) for name, tensor in read_pieces(source / WEIGHTS).items()}

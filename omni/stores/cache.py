@@ -70,10 +70,15 @@ def key_of(*parts: object) -> str:
 
 
 class StoreCache:
-    """The cache of a process. Threads and processes may use it together."""
+    """The cache of a process. Threads and processes may use it together.
+
+    Attributes:
+        roots: how paths of whole files and folders start, as they are and with links resolved.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, files = folder, os.path.join(folder, "files", "")
+        self.roots = files, os.path.join(os.path.realpath(files), "")
         self._lock = threading.Lock()
         self._unlooked: int | None = None  # bytes written since the size was looked at; None before the first look
         self._warned = False
@@ -290,8 +295,8 @@ def write_pointers(entry: Path, folder: str, address: str, names: dict[str, Stor
 
 
 def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
-    """The object that a pointer file in the cache stands for; None for all other files. StoreError where the pointer file is
-    damaged, or was removed."""
+    """The object that a pointer file in the cache stands for; None for all other files, and where there is none. StoreError
+    where the pointer file is damaged."""
     file = os.fspath(path)
     if not file.lower().endswith(POINTED) or not has_pointers(file):
         return None
@@ -299,22 +304,9 @@ def pointed_at(path: str | os.PathLike[str]) -> StoredObject | None:
         address, size, version = json.loads(Path(file).read_bytes())
         return StoredObject(str(address), int(size), str(version))
     except FileNotFoundError:
-        _check_removed(file)
         return None
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{file} in the cache is damaged ({error}): remove the folder {entry_of(file)}") from error
-
-
-def _check_removed(file: str) -> None:
-    """StoreError where a pointer file that came is not there any more."""
-    entry = entry_of(file)
-    name = file[len(entry) + 1 :].partition(os.sep)[2]
-    try:
-        came = b"\0" + os.fsencode(name) + b"\0" in Path(entry, POINTERS).read_bytes()
-    except FileNotFoundError:
-        came = True
-    if came:
-        raise StoreError(f"{file} was removed from the cache while it was read: run the same command again")
 
 
 def address_of(folder: Path) -> str:
@@ -357,17 +349,10 @@ def stored_size(path: str | os.PathLike[str]) -> int:
 def entry_of(path: str) -> str:
     """The cache's entry that a path is in; "" for one that is elsewhere."""
     try:
-        roots = _roots(str(own_cache().folder))
+        roots = own_cache().roots
     except RuntimeError:  # there is no home folder, and so no cache
         return ""
     for root in roots:
         if path.startswith(root):
             return root + path[len(root) :].partition(os.sep)[0]
     return ""
-
-
-@lru_cache(maxsize=8)
-def _roots(folder: str) -> tuple[str, ...]:
-    """How paths of whole files and folders in a cache start, as they are and with links resolved."""
-    files = os.path.join(folder, "files", "")
-    return files, os.path.join(os.path.realpath(files), "")

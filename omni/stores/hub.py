@@ -192,24 +192,21 @@ def create_repository(at: HubAddress, private: bool | None) -> None:
     _asked(at, lambda: _hub().HfApi().create_repo(at.repo, private=private, exist_ok=True), "made")
 
 
-def create_branch(at: HubAddress) -> None:
-    """Make the branch of an address, of main, where it is not there; UserError where that is refused."""
-    if at.revision is not None and not at.revision.startswith("refs/"):
-        _asked(at, lambda: _hub().HfApi().create_branch(at.repo, branch=at.revision, exist_ok=True), "written")
-
-
 def upload(at: HubAddress, files: Sequence[tuple[str, Path | bytes]], message: str) -> str:
-    """Write files in one commit, so that all of them are seen or none; returns its page. What the hub has already is not sent.
-    UserError: it is refused, or goes on failing; what was sent is not sent again by the next try.
+    """Write files in one commit, so that all of them are seen or none, on a branch that is made of main where it is not there;
+    returns its page. What the hub has already is not sent. UserError: it is refused, or goes on failing; what was sent is not
+    sent again by the next try.
 
     Args:
         files: names in the repository, and paths or contents, in order.
     """
-    hub = _hub()
+    hub, api = _hub(), _hub().HfApi()
 
     def work() -> str:
+        if at.revision is not None and not at.revision.startswith("refs/"):
+            api.create_branch(at.repo, branch=at.revision, exist_ok=True)
         additions = [hub.CommitOperationAdd(name, data if isinstance(data, bytes) else str(data)) for name, data in files]
-        done = hub.HfApi().create_commit(at.repo, additions, commit_message=message, revision=at.revision)
+        done = api.create_commit(at.repo, additions, commit_message=message, revision=at.revision)
         return str(done.commit_url)
 
     return _asked(at, work, "written")

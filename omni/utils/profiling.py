@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import threading
 import time
@@ -65,11 +64,6 @@ def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
 def timed(work: Callable[[], Any], device: torch.device, repeat: int) -> float:
     """Median seconds of `work` after one warm-up."""
     return statistics.median([seconds_of(work, device) for _ in range(repeat + 1)][1:])
-
-
-def load() -> float | None:
-    """Load average of the last minute (processes that wanted to run); None where the system does not report it."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def free_memory() -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from omni.checkpoint.folder import check_sizes, read_config, save_folder
+from omni.checkpoint.folder import check_files, read_config, save_folder
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
@@ -46,7 +46,7 @@ def test_a_run_given_as_a_model_names_its_own(model: Path) -> None:
 
 def test_a_run_starts_from_a_bucket(bucket: Any, model: Path) -> None:
     address = bucket.put_all(model, "models/mine")
-    check_sizes(address)
+    check_files(address)
     initial = build_initial(ModelSection(init_from=address), seed=0)
     same = build_initial(ModelSection(init_from=str(model)), seed=0)
     for name, tensor in same.model.state_dict().items():

@@ -245,7 +245,7 @@ def test_an_index_that_lies_is_refused(tmp_path):
         data["weight_map"][DOWN] = data["weight_map"]["lm_head.weight"]
         index.write_text(json.dumps(data))
 
-    assert "does not place there" in broken(tmp_path, lie, "20KB")
+    assert "do not agree about tensor" in broken(tmp_path, lie, "20KB")
 
 
 def test_an_index_that_leaves_the_folder_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 
 from huggingface_hub import DatasetCard, ModelCard, ModelCardData
 
-from omni.checkpoint.folder import check_whole, listed_names, read_config, stored_dtype
+from omni.checkpoint.folder import check_files, read_config, read_stored, stored_dtype
 from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS, CONFIG, WEIGHTS, adapters_in, check_folder
 from omni.checkpoint.tensors import open_safetensors
 from omni.errors import UserError
@@ -149,14 +149,14 @@ def collect_files(
         reports: output folders of `eval`, for the card.
         run: folder of the run that made it; by default the folder that it is in, where that is one.
     """
-    names = listed_names(model)
+    names = sorted(read_stored(model).files)
     bad = [name for name in names if not name.endswith(KINDS)]
     if bad:
         raise UserError(
             f"{model / bad[0]} is neither JSON nor safetensors, and nothing else is read from the hub: "
             f"`omni-train convert {model} TARGET --codec_folder {(model / bad[0]).parent}` writes it as safetensors; push that"
         )
-    check_whole(model)
+    check_files(model, sums=True)
     adapters = adapters_in(model)
     for name, adapter in adapters.items():
         load_adapter(adapter)
@@ -211,7 +211,6 @@ def push(upload: HubPush, private: bool, message: str, say: Callable[[str], None
     )
     say("\n".join(upload.lines()))
     started = time.monotonic()
-    hub.create_branch(at)
     page = hub.upload(at, list(upload.files.items()), message)
     say(f"done in {duration(time.monotonic() - started)}: {page}")
     return page

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from omni.checkpoint.folder import CODEC, check_sizes
+from omni.checkpoint.folder import CODEC, check_files
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig
 from omni.errors import UserError
@@ -175,7 +175,7 @@ def _check_model_files(config: FitConfig, problems: _Problems) -> None:
     section, lora = config.model, config.lora
     if section.start is not None:
         with problems.of("model"):
-            check_sizes(section.start)
+            check_files(section.start)
     files = {"tokenizer": (section.tokenizer, "the model's tokenizer.json", Path.is_file)}
     files["codec folder"] = section.codec_folder, "the folder of the codec's weights", Path.is_dir
     for noun, (path, way, fits) in files.items():

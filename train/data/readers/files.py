@@ -292,7 +292,6 @@ class Files:
 
 def _present(name: str, full: Path) -> Path:
     if not full.is_file():
-        pointed_at(full)  # it may have been removed from the cache
         raise UserError(f"{name!r} is not there: {full} does not exist or is no file")
     return full
 
