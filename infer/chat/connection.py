@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import Voices
 from infer.serve.realtime.playback import SentOutlet
@@ -61,16 +59,13 @@ class LoadedModel:
 class DeliveringTransport:
     """Delivers a session's events at once."""
 
-    sound_in_events, unread = True, 0
+    sound_in_events, unread, outlet = True, 0, SentOutlet
 
     def __init__(self, deliver: Deliver) -> None:
         self.put, self.sent_at = deliver, time.monotonic()
 
     def end(self, reason: str) -> None:
         pass
-
-    def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> SentOutlet:
-        return SentOutlet(rate, emit)
 
 
 class LocalConnection:

@@ -15,14 +15,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from infer.serve.bounds import SessionBounds
 from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.host import EngineHost
 from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
 from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.realtime.webrtc import PATH, Calls
-from infer.serve.realtime.websocket import INTERNAL, SocketTransport, refuse, serve_socket
+from infer.serve.realtime.websocket import serve_socket
 from infer.serve.rest.audio import speak, transcribe
 from infer.serve.rest.chat import complete
 from infer.serve.rest.jobs import Job, Jobs
@@ -74,56 +73,32 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
 
     @app.websocket(REALTIME)
     async def realtime(socket: WebSocket) -> None:
-        await _serve_socket(server, socket)
+        await serve_socket(server, socket)
 
     add_web(app, server)
-    calls = Calls(server)
-    add_api(app, server, calls)
-
-    @app.exception_handler(Denied)
-    async def denied(request: Request, error: Denied) -> JSONResponse:
-        server.metrics.refused.labels(error.code).inc()
-        return response_of(error)
-
-    @app.exception_handler(EngineLost)
-    async def lost(request: Request, error: EngineLost) -> JSONResponse:
-        return response_of(as_protocol_error(error))
+    add_models(app, server)
+    calls, jobs = Calls(server), Jobs(server)
+    jobs.add(app, PATH, calls.create)
+    app.add_api_route(PATH + "/{call_id}/hangup", calls.hang_up, methods=["POST"], response_model=None)
+    jobs.add(app, "/v1/chat/completions", complete)
+    jobs.add(app, "/v1/audio/transcriptions", transcribe)
+    jobs.add(app, "/v1/audio/speech", speak)
+    jobs.add(app, "/v1/realtime/client_secrets", make_secret)
 
     @app.exception_handler(HTTPException)
-    async def failed(request: Request, error: HTTPException) -> JSONResponse:
-        response = response_of(ProtocolError(str(error.detail), "", status=error.status_code))
-        response.headers.update(error.headers or {})
-        return response
+    @app.exception_handler(EngineLost)
+    @app.exception_handler(Denied)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        """Tells an error in OpenAI's form."""
+        if isinstance(error, HTTPException):
+            response = response_of(ProtocolError(str(error.detail), "", status=error.status_code))
+            response.headers.update(error.headers or {})
+            return response
+        if isinstance(error, Denied):
+            server.metrics.refused.labels(error.code).inc()
+        return response_of(as_protocol_error(error))
 
     return app
-
-
-async def _serve_socket(server: Server, socket: WebSocket) -> None:
-    """One WebSocket of `/v1/realtime`."""
-    protocols, query = socket.scope.get("subprotocols", []), socket.query_params
-    transport = SocketTransport(socket, server.settings.limits.unread_bytes)
-    try:
-        owner, secret = server.admit(socket.headers, protocols)
-        intent = {"type": "transcription"} if query.get("intent") == "transcription" else {}
-        session = server.begin("websocket", owner, transport, {**intent, **secret}, query.get("omni") == "1")
-    except Denied as error:
-        server.metrics.refused.labels(error.code).inc()
-        await refuse(socket, error)
-        return
-    except ProtocolError as error:
-        await refuse(socket, Denied(400, error.code, str(error)))
-        return
-    reason = "the server failed"
-    try:
-        await socket.accept("realtime" if "realtime" in protocols else None)
-        reason = await serve_socket(transport, SessionBounds(session, server.keys.usage[owner]))
-    except Exception:
-        session.log.exception("a socket failed")
-        with contextlib.suppress(Exception):
-            await socket.close(INTERNAL, reason)
-    finally:
-        await session.close()
-        server.end("websocket", owner, session, reason)
 
 
 class ExpiresAfter(BaseModel):
@@ -165,15 +140,3 @@ def add_models(app: FastAPI, server: Server) -> None:
             return JSONResponse(shown)
         message = f"the model {name[:80]!r} does not exist; this server has {server.voices.model!r}"
         return response_of(ProtocolError(message, "model_not_found", "model", status=404))
-
-
-def add_api(app: FastAPI, server: Server, calls: Calls) -> None:
-    """Add the API's routes to an application, which tells `Denied` and HTTP's own errors in OpenAI's form."""
-    jobs = Jobs(server)
-    add_models(app, server)
-    jobs.add(app, PATH, calls.create)
-    app.add_api_route(PATH + "/{call_id}/hangup", calls.hang_up, methods=["POST"], response_model=None)
-    jobs.add(app, "/v1/chat/completions", complete)
-    jobs.add(app, "/v1/audio/transcriptions", transcribe)
-    jobs.add(app, "/v1/audio/speech", speak)
-    jobs.add(app, "/v1/realtime/client_secrets", make_secret)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,6 @@ from fastapi import FastAPI, Request, Response, WebSocket
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.routing import WebSocketRoute
 
 from infer.serve.errors import Denied, as_protocol_error
@@ -29,6 +28,7 @@ from infer.serve.rest.answers import KeptAnswers
 from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import LOG, Metrics
 from infer.turns.vad import VoiceActivity
+from omni.engine.stats import EngineStats
 from omni.errors import UserError
 from omni.generate.question import longest
 
@@ -54,7 +54,6 @@ HSTS = ((b"strict-transport-security", b"max-age=31536000"),)
 
 REALTIME = "/v1/realtime"  # path of the server's only WebSockets
 STATS_WAIT = 2.0  # seconds that the engine has to tell its figures before it counts as stuck
-GONE = 499  # status of a request whose client went away, for the figures alone
 RETRY_SECONDS = 2  # seconds after which a request that found no room may come again
 
 
@@ -115,19 +114,6 @@ class Server:
         """Tell every session that the engine was lost."""
         for session in list(self.sessions.values()):
             session.tell_error(LOST)
-
-
-async def respond(work: Awaitable[Response]) -> Response:
-    """The response of a handler; what it raises is told in OpenAI's form, but `Denied` and HTTP's own errors, which the
-    application tells."""
-    try:
-        return await work
-    except (Denied, HTTPException):
-        raise
-    except ClientDisconnect:
-        return Response(status_code=GONE)
-    except Exception as error:
-        return response_of(logged(error))
 
 
 def logged(error: Exception) -> ProtocolError:
@@ -209,11 +195,8 @@ def add_web(app: FastAPI, server: Server) -> None:
         """Figures for Prometheus, for this machine alone."""
         if not _is_near(request):
             return response_of(ProtocolError("metrics are for this machine, by the name of localhost", "", status=403))
-        try:
-            stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
-        except (UserError, asyncio.TimeoutError):
-            stats = None
-        return Response(server.metrics.page(stats, server.host.restarts), media_type=CONTENT_TYPE_LATEST)
+        page = server.metrics.page(await engine_stats(server), server.host.restarts)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
 def _is_near(request: Request) -> bool:
@@ -225,6 +208,13 @@ def _is_near(request: Request) -> bool:
     return "origin" not in headers or headers["origin"].partition("://")[2] == headers["host"]
 
 
+async def engine_stats(server: Server) -> EngineStats | None:
+    """The engine's figures; None where it does not answer."""
+    with contextlib.suppress(UserError, asyncio.TimeoutError):
+        return await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
+    return None
+
+
 async def unready(server: Server) -> list[str]:
     """Why no new session would be served."""
     reasons = ["draining"] if server.draining else []
@@ -234,9 +224,7 @@ async def unready(server: Server) -> list[str]:
         reasons.append("full of requests")
     if not server.host.alive:
         return [*reasons, "the engine is being started"]
-    try:
-        stats = await asyncio.wait_for(asyncio.to_thread(server.host.stats), STATS_WAIT)
-    except (UserError, asyncio.TimeoutError):
+    if (stats := await engine_stats(server)) is None:
         return [*reasons, "the engine does not answer"]
     if server.host.stuck(stats):
         reasons.append("the stepping thread is stuck")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -15,15 +14,13 @@ import numpy as np
 from infer.pcm import G711_RATE, PCM_RATE, Resampler, decode, to_int16
 from infer.serve.errors import as_protocol_error, broken
 from infer.serve.realtime.dialogue import closed, opened
-from infer.serve.realtime.protocol import Event, ProtocolError, new_id
+from infer.serve.realtime.protocol import LONGEST_APPEND, Event, ProtocolError, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.state import ConversationItem, SessionState, check_length
 from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent
 from infer.turns.vad import SpeechStream
 from omni.errors import UserError
-from omni.generate.listening import AudioSoFar
 from omni.generate.results import Ended, TextDelta
-from omni.generate.turn_end import TurnFrames
 
 SHORTEST = 0.1  # seconds of the shortest sound that can be committed, as in OpenAI's
 KEPT = 4.0  # seconds that are kept, while nobody speaks, besides the padding of a turn
@@ -45,15 +42,13 @@ class InputBuffer:
 
     def __init__(self, most: float) -> None:
         self.most = most
-        self._form = "audio/pcm"
-        self._rate = Resampler(PCM_RATE, PCM_RATE)
-        self._half = b""  # the first byte of a sample whose second has not come
-        self._pieces: deque[np.ndarray] = deque()
-        self._samples = self._gone = 0  # that it holds, and of the input before them
+        self._form, self._rate = "audio/pcm", Resampler(PCM_RATE, PCM_RATE)
+        self._data = bytearray()  # samples of two bytes; a last byte alone waits for the second half of its sample
+        self._gone = 0  # samples of the input before them
 
     @property
     def seconds(self) -> float:
-        return self._samples / PCM_RATE
+        return len(self._data) // 2 / PCM_RATE
 
     @property
     def start(self) -> float:
@@ -61,63 +56,46 @@ class InputBuffer:
 
     @property
     def end(self) -> float:
-        return (self._gone + self._samples) / PCM_RATE
+        return (self._gone + len(self._data) // 2) / PCM_RATE
 
     def append(self, data: bytes, form: str) -> np.ndarray:
         """Take raw sound of a format, in pieces that may end within a sample; returns its whole samples [S] at 24 kHz, int16.
         ProtocolError for more sound than it holds."""
+        rate, width = (PCM_RATE, 2) if form == "audio/pcm" else (G711_RATE, 1)
+        if self.seconds + len(data) / (rate * width) > self.most:
+            problem = f"the buffer holds at most {self.most:g} s of sound; commit or clear it"
+            raise ProtocolError(problem, "input_audio_buffer_full", "audio")
         if form != self._form:
-            rate = PCM_RATE if form == "audio/pcm" else G711_RATE
-            self._form, self._rate, self._half = form, Resampler(rate, PCM_RATE), b""
-        if form == "audio/pcm":
-            data = self._half + data
-            whole = len(data) // 2 * 2
-            self._half = data[whole:]
-            return self.add(np.frombuffer(data[:whole], "<i2"))
-        self._check_room(len(data) * PCM_RATE // G711_RATE)
-        return self.add(to_int16(self._rate.push(decode(data, form))))
-
-    def _check_room(self, count: int) -> None:
-        if self._samples + count > self.most * PCM_RATE:
-            raise ProtocolError(
-                f"the buffer holds at most {self.most:g} s of sound; commit or clear it", "input_audio_buffer_full", "audio"
-            )
+            self._form, self._rate = form, Resampler(rate, PCM_RATE)
+            self.drop_half_sample()
+        if form != "audio/pcm":
+            data = to_int16(self._rate.push(decode(data, form))).tobytes()
+        count = len(self._data) // 2
+        self._data += data
+        return self._samples(count, len(self._data) // 2)
 
     def add(self, samples: np.ndarray) -> np.ndarray:
-        """Take samples [S] at 24 kHz, int16; ProtocolError where they are too many."""
-        self._check_room(len(samples))
-        self._pieces.append(samples)
-        self._samples += len(samples)
+        """Take samples [S] at 24 kHz, int16, for which the oldest make room."""
+        self._drop(len(self._data) // 2 + len(samples) - int(self.most * PCM_RATE))
+        self._data += samples.tobytes()
         return samples
-
-    def make_room(self, count: int) -> None:
-        """Drop the oldest samples, until so many more can be taken."""
-        self._drop(self._samples + count - int(self.most * PCM_RATE))
 
     def forget(self, before: float) -> None:
         """Drop what came before a second of the input."""
         self._drop(round(before * PCM_RATE) - self._gone)
 
     def _drop(self, count: int) -> None:
-        count = min(max(count, 0), self._samples)
-        self._samples, self._gone = self._samples - count, self._gone + count
-        while count:
-            piece = self._pieces.popleft()
-            if len(piece) > count:
-                self._pieces.appendleft(piece[count:])
-            count -= min(len(piece), count)
+        count = min(max(count, 0), len(self._data) // 2)
+        del self._data[: 2 * count]
+        self._gone += count
+
+    def _samples(self, begin: int, end: int) -> np.ndarray:
+        return np.frombuffer(self._data[2 * begin : 2 * max(begin, end)], "<i2")
 
     def part(self, first: float, skip: int, last: float) -> np.ndarray:
         """The samples [S], int16, between two seconds of the input, without the first `skip` that are there."""
         begin = skip + max(round(first * PCM_RATE) - self._gone, 0)
-        end = min(round(last * PCM_RATE) - self._gone, self._samples)
-        pieces, at = list[np.ndarray](), self._samples
-        for piece in reversed(self._pieces):
-            if at <= begin:
-                break
-            at -= len(piece)
-            pieces.append(piece[max(begin - at, 0) : max(end - at, 0)])
-        return np.concatenate([np.zeros(0, np.int16), *reversed(pieces)])
+        return self._samples(begin, min(round(last * PCM_RATE) - self._gone, len(self._data) // 2))
 
     def take(self, first: float = 0.0, last: float = math.inf) -> np.ndarray:
         """The samples [S], int16, between two seconds of the input; the buffer keeps what came after them."""
@@ -128,7 +106,7 @@ class InputBuffer:
 
     def drop_half_sample(self) -> None:
         """Drop the first half of a sample: the next bytes begin with a whole one."""
-        self._half = b""
+        del self._data[len(self._data) // 2 * 2 :]
 
 
 class TurnSound:
@@ -143,10 +121,9 @@ class TurnSound:
         self._count = self._peeked = 0  # samples, of which the latter may not belong to the turn
 
     @property
-    def frames(self) -> TurnFrames | None:
-        """The turn head's probabilities by frame; None where the turn is not listened to."""
-        listening = self._listening
-        return None if listening is None or self.over else listening.turn
+    def listening(self) -> Any:
+        """The engine's listening; None where it does not listen."""
+        return None if self.over else self._listening
 
     async def begin(self) -> None:
         """Begin to listen; a question that the engine cannot listen to is asked whole."""
@@ -157,45 +134,34 @@ class TurnSound:
         if self.over:
             await self.drop()
 
-    def so_far(self) -> AudioSoFar | None:
-        """The turn so far, as a question; None where it is not listened to."""
-        return None if self._listening is None or self.over else self._listening.so_far()
-
     def follow(self, buffer: InputBuffer, first: float, last: float) -> None:
         """Pushes new samples of the turn from the buffer: from second `first` of the input to second `last`, before which all
         surely belongs to it. The turn head also peeks at what came since."""
-        if self._listening is None or self.over:
+        if (listening := self.listening) is None:
             return
-        if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:
-            self._give(samples)
-        if self.frames is None or self.over:
-            return
-        count = max(self._count, self._peeked)
-        if len(samples := buffer.part(first, count, buffer.end)) >= PIECE * PCM_RATE and self._try("peek", samples):
-            self._peeked = count + len(samples)
-
-    def _give(self, samples: np.ndarray) -> None:
-        if self._try("push", samples):
-            self._pushed.append(samples)
-            self._count += len(samples)
-
-    def _try(self, method: str, samples: np.ndarray) -> bool:
         try:
-            getattr(self._listening, method)(samples)
+            if len(samples := buffer.part(first, self._count, last)) >= PIECE * PCM_RATE:
+                listening.push(samples)
+                self._pushed.append(samples)
+                self._count += len(samples)
+            count = max(self._count, self._peeked)
+            if listening.turn is not None and len(samples := buffer.part(first, count, buffer.end)) >= PIECE * PCM_RATE:
+                listening.peek(samples)
+                self._peeked = count + len(samples)
         except UserError:  # too long, or the engine was lost: the question says so
             self.over = True
-        return not self.over
 
     def heard(self, session: Any, sound: np.ndarray) -> Any:
         """The session's listening to the committed sound [S], with the rest pushed; None where it heard other sound or none."""
-        listening = self._listening
-        if listening is None or self.over or listening.session is not session:
-            return None
         pushed = np.concatenate([*self._pushed, sound[:0]])
-        if not np.array_equal(pushed, sound[: len(pushed)]):
+        listening = self.listening
+        if listening is None or listening.session is not session or not np.array_equal(pushed, sound[: len(pushed)]):
             return None
-        self._give(sound[len(pushed) :])
-        return None if self.over else listening
+        try:
+            listening.push(sound[len(pushed) :])
+        except UserError:
+            self.over = True
+        return self.listening
 
     async def drop(self) -> None:
         """Drop the listening: the sound was no question."""
@@ -274,7 +240,11 @@ class Transcripts:
         try:
             if not await asyncio.to_thread(self._owner.host.spare) or (asked := question()) is None:
                 return
-            session = await self._ready()
+            engine = self._owner.host.engine
+            if self._session is None or self._engine is not engine:
+                context = self._owner.settings.answering.context
+                self._session, self._engine = await opened(engine, max_tokens=TRANSCRIPT_TOKENS, context=context), engine
+            session = self._session
             text = await self._partial(session, asked, round(CHARACTERS * (seconds + 1)))
             if text and text != self._sent_text:
                 self._sent_text = text
@@ -288,13 +258,6 @@ class Transcripts:
             self._due = max(self._due, time.monotonic() + REST * (time.monotonic() - start))
             if session is not None:  # its history is not known
                 await self.close()
-
-    async def _ready(self) -> Any:
-        engine = self._owner.host.engine
-        if self._session is None or self._engine is not engine:
-            context = self._owner.settings.answering.context
-            self._session, self._engine = await opened(engine, max_tokens=TRANSCRIPT_TOKENS, context=context), engine
-        return self._session
 
     async def _partial(self, session: Any, question: Any, most: int) -> str:
         """The transcript, "" where it has more than `most` characters; the session forgets it."""
@@ -347,55 +310,50 @@ class SessionInput:
         self._stream = SpeechStream()
 
     async def append(self, data: bytes) -> None:
-        """Take raw sound in the session's format."""
-        form = self._owner.configuration.audio.input.format.type
-        await self._follow(self.buffer.append(data, form))
+        """Take raw sound in the session's format; ProtocolError for more of it than one event may bring."""
+        if len(data) > LONGEST_APPEND:
+            problem = f"audio is longer than {LONGEST_APPEND // 2**20} MiB; send it in pieces"
+            raise ProtocolError(problem, "string_above_max_length", "audio")
+        await self._follow(self.buffer.append(data, self._owner.configuration.audio.input.format.type))
 
     async def take(self, samples: np.ndarray) -> None:
         """Take samples [S] at 24 kHz, which come whether anybody speaks or not: the oldest make room."""
-        self.buffer.make_room(len(samples))
         await self._follow(self.buffer.add(to_int16(samples)))
 
     async def _follow(self, samples: np.ndarray) -> None:
-        """Follow the turns in new samples."""
+        """Follow the turns in new samples; the sound that surely belongs to the present one is given to the engine, and to
+        partial transcripts."""
         self.uncounted += len(samples) / PCM_RATE
-        if len(samples):
-            await self._find_turns(samples)
-            self._listen()
-
-    def _listen(self) -> None:
-        """Pass the sound that surely belongs to the present turn to the engine and to partial transcripts."""
+        if not len(samples):
+            return
+        await self._find_turns(samples)
         detector, buffer = self._detector, self.buffer
         if not buffer.seconds or (detector is not None and not detector.speaking):
             return
         if detector is None and not self._item:
             self._item = new_id("item")
         if self._owner.configuration.omni.partial_transcripts:
-            self._transcripts.follow(self._item, self._start, self._sure, self._so_far)
+            self._transcripts.follow(self._item, *self._span, self._so_far)
         semantic = detector is not None and isinstance(detector.settings, SemanticVad)
         if self._turn is None and (listen := self._responses.listen(semantic)) is not None:
             self._turn = TurnSound(listen)
             self._owner.spawn(self._turn.begin())
         if self._turn is not None:
-            self._turn.follow(buffer, self._start, self._sure)
+            self._turn.follow(buffer, *self._span)
 
     @property
-    def _start(self) -> float:
-        """Second of the input at which the present turn begins."""
-        return self.buffer.start if self._detector is None else self._begins
-
-    @property
-    def _sure(self) -> float:
-        """Second of the input before which all surely belongs to the present turn."""
+    def _span(self) -> tuple[float, float]:
+        """Seconds of the input at which the present turn begins, and before which all surely belongs to it."""
         if self._detector is None:
-            return self.buffer.end
-        return self._detector.voiced + self._owner.settings.padding - 0.001  # less a rounding
+            return self.buffer.start, self.buffer.end
+        return self._begins, self._detector.voiced + self._owner.settings.padding - 0.001  # less a rounding
 
     def _so_far(self) -> Any:
         """The present turn as a question: the engine's listening, or else its sound; None where it is too short or too long."""
-        if self._turn is not None and (heard := self._turn.so_far()) is not None:
-            return heard
-        sound = self.buffer.part(self._start, 0, self._sure)
+        if self._turn is not None and self._turn.listening is not None:
+            return self._turn.listening.so_far()
+        begin, sure = self._span
+        sound = self.buffer.part(begin, 0, sure)
         return sound if SHORTEST <= len(sound) / PCM_RATE <= self._owner.longest else None
 
     async def _find_turns(self, samples: np.ndarray) -> None:
@@ -405,7 +363,8 @@ class SessionInput:
             detector = self._detector
             if detector is None:  # it was switched off meanwhile
                 return
-            said = detector.said(None if self._turn is None else self._turn.frames, self._first)
+            listening = None if self._turn is None else self._turn.listening
+            said = detector.said(None if listening is None else listening.turn, self._first)
             for event in detector.push(probability, self._responses.playing, said):
                 await self._act(event)
             if detector.speaking and detector.now - self._begins >= self._owner.longest - 0.5:

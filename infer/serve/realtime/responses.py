@@ -10,18 +10,16 @@ import asyncio
 import base64
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from infer.pcm import Resampler, encode
 from infer.serve.errors import as_protocol_error, broken, is_question_error
-from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import Configuration, overridden
 from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn, options_of, prompted, speaks, task_of, turns_of
 from infer.serve.realtime.playback import Outlet, Pacer
-from infer.serve.realtime.protocol import Event, ProtocolError, filled, new_id
+from infer.serve.realtime.protocol import Event, ProtocolError, ResponseOptions, filled, new_id
 from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState, read_item
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
@@ -36,38 +34,44 @@ CANCELLED = Ended("cancelled", None)  # type: ignore[arg-type]
 QUEUE_LOOK = 0.5  # seconds between two looks at the place of a question that waits for room
 
 
-@dataclass
-class ResponseRequest:
-    """The request of one response."""
-
-    configuration: Configuration  # the session's, with what `response.create` changed
-    before: Sequence[DialogueTurn]
-    question: DialogueTurn | None  # the turns before, and what is to be answered; None where there is nothing
-    conversation: bool = True  # whether it becomes part of the session's conversation
-    metadata: dict[str, str] | None = None  # the client's, given back as it is
-    since: float = field(default_factory=time.monotonic)  # when the question was known to be whole, by `time.monotonic`
-    endpointing: float | None = None  # seconds from the end of speech to that, where voice activity decided it
-
-
 class Response:
     """A response under way, or the last one; `item` is its answer.
+
+    Args:
+        dialogue: that it belongs to.
+        configuration: the session's, with what `response.create` changed.
+        before, question: the turns before, and what is to be answered; None where there is nothing.
+        metadata: the client's, given back as it is.
+        conversation: whether it becomes part of the session's conversation.
+        endpointing: seconds from the end of speech to the question, where voice activity decided it.
 
     Attributes:
         first, over: set with its first output or its end, and when `response.done` was sent.
     """
 
-    def __init__(self, owner: SessionState, dialogue: Dialogue, request: ResponseRequest) -> None:
-        self.id, self.request = new_id("resp"), request
-        question = request.question
+    def __init__(
+        self,
+        owner: SessionState,
+        dialogue: Dialogue,
+        configuration: Configuration,
+        before: Sequence[DialogueTurn],
+        question: DialogueTurn | None,
+        metadata: dict[str, str] | None = None,
+        conversation: bool = True,
+        endpointing: float | None = None,
+    ) -> None:
+        self.id, self.conversation = new_id("resp"), conversation
+        self._configuration, self._before, self._question = configuration, before, question
+        self._metadata, self._endpointing, self._since = metadata, endpointing, time.monotonic()
         prompt = question.part if question is not None and question.mark[:2] == PROMPT else None
         self.item = ConversationItem("message", "assistant", status="in_progress", prompt=prompt)
         self._where = {"response_id": self.id, "item_id": self.item.id, "output_index": 0, "content_index": 0}
-        self.speaks = speaks(owner, request.configuration)
+        self.speaks = speaks(owner, configuration)
         self.first, self.over = asyncio.Event(), asyncio.Event()
         self.status = "in_progress"
-        self._owner, self._dialogue = owner, dialogue
+        self._owner, self.dialogue = owner, dialogue
         self._part = ContentPart("output_audio" if self.speaks else "output_text", "")
-        form = request.configuration.audio.output.format
+        form = configuration.audio.output.format
         self._form = form.type
         self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
         self.outlet.tell = self._tell_playback
@@ -76,19 +80,10 @@ class Response:
         self._stop_reason: StopReason | None = None
         self._heard: float | None = None
         self._cut = asyncio.Event()  # the history was cut to that
-        self._begun = False
-        self._first_audio: float | None = None
+        self._begun = self._sounded = False
         self._usage = {"input": 0, "text": 0, "audio": 0}
 
     # --- the course of it ---------------------------------------------------------------------------------------------
-
-    def announce(self) -> None:
-        """The first events; `run` sends the others."""
-        send = self._owner.send
-        send({"type": "response.created", "response": self._shown("in_progress")})
-        most = self._owner.settings.limits.key_events
-        limit = {"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}
-        send({"type": "rate_limits.updated", "rate_limits": [limit]})
 
     async def run(self) -> None:
         """Answer, up to `response.done`."""
@@ -96,9 +91,7 @@ class Response:
         ended = CANCELLED
         try:
             try:
-                if self.request.question is None:
-                    raise UserError(NOTHING)
-                ended = await self._answer(self.request.question)
+                ended = await self._answer()
             except Exception as raised:
                 if not isinstance(raised, (UserError, ProtocolError)):
                     self._owner.log.exception("response failed")
@@ -112,20 +105,21 @@ class Response:
         """Nothing more comes of it, and nothing is held for it."""
         self.outlet.end()
         self._pacer.end()
-        self.request.before, self._events = (), None
+        self._before, self._events = (), None
         self.first.set()
         self.over.set()
 
-    async def _answer(self, question: DialogueTurn) -> Ended:
+    async def _answer(self) -> Ended:
         """Ask, and pass the answer on; returns its end once all was sent."""
+        if (question := self._question) is None:
+            raise UserError(NOTHING)
         if question.part.silent:
             raise ProtocolError("there is no speech in the sound that was committed", "no_speech")
-        configuration = self.request.configuration
-        options = options_of(self._owner, configuration, self.speaks)
-        task = task_of(configuration, question.spoken, self.speaks)
+        options = options_of(self._owner, self._configuration, self.speaks)
+        task = task_of(self._configuration, question.spoken, self.speaks)
         if task == "A1T1":
             self.speaks, self._part.type = False, "output_text"
-        self._events = events = await self._dialogue.ask(self.request.before, question, self.item, task, options)
+        self._events = events = await self.dialogue.ask(self._before, question, self.item, task, options)
         if self._stop_reason is not None:
             return CANCELLED
         looking = asyncio.create_task(self._tell_place())
@@ -168,23 +162,19 @@ class Response:
             self.outlet.clear()
             try:
                 if self._events is not None:
-                    await self._dialogue.interrupt(self._events, self._heard)
+                    await self.dialogue.interrupt(self._events, self._heard)
             except UserError:  # the engine was lost; `run` says so
                 pass
             finally:
                 self._cut.set()
         await self.over.wait()
 
-    def silence(self) -> None:
-        """Send nothing more: the client is gone."""
-        self._pacer.stop()
-
     async def _tell_place(self) -> None:
         """Tell the page its place while the question waits for room."""
         reported = 0
         while self._owner.wants_omni and not self._begun:
             await asyncio.sleep(QUEUE_LOOK)
-            position = await self._dialogue.queue_position()
+            position = await self.dialogue.queue_position()
             if position != reported:
                 reported = position
                 self._owner.send({"type": "omni.queue", "response_id": self.id, "place": position})
@@ -198,7 +188,7 @@ class Response:
         self._begun = True
         send = self._owner.send
         send({"type": "response.output_item.added", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
-        if self.request.conversation:
+        if self.conversation:
             self._owner.tell_item("added", self.item)
         self.item.content = [self._part]
         send({"type": "response.content_part.added", **self._where, "part": self._shown_part("")})
@@ -213,38 +203,34 @@ class Response:
         self._owner.send({"type": f"response.{name}.delta", **self._where, "delta": text})
 
     def _emit_sound(self, samples: np.ndarray) -> None:
-        if self._first_audio is None:
-            self._first_audio = time.monotonic() - self.request.since
-            self._tell_first(self._first_audio)
-        if not self._owner.transport.sound_in_events:
-            return
-        delta = base64.b64encode(encode(samples, self._form)).decode()
-        self._owner.send({"type": "response.output_audio.delta", **self._where, "delta": delta})
+        owner = self._owner
+        if not self._sounded:
+            self._sounded, seconds = True, time.monotonic() - self._since
+            owner.metrics.first.observe(seconds)
+            if owner.wants_omni:
+                endpointing = None if self._endpointing is None else round(self._endpointing * 1000)
+                timings = {"endpointing_ms": endpointing, "first_audio_ms": round(seconds * 1000)}
+                owner.send({"type": "omni.timings", "item_id": self.item.id, "response_id": self.id, **timings})
+        if owner.transport.sound_in_events:
+            delta = base64.b64encode(encode(samples, self._form)).decode()
+            owner.send({"type": "response.output_audio.delta", **self._where, "delta": delta})
 
     def _tell_playback(self, state: str) -> None:
         self._owner.send({"type": f"output_audio_buffer.{state}", "response_id": self.id})
 
-    def _tell_first(self, seconds: float) -> None:
-        """Note that the first sound was sent, so long after its question."""
-        self._owner.metrics.first.observe(seconds)
-        if self._owner.wants_omni:
-            endpointing = None if self.request.endpointing is None else round(self.request.endpointing * 1000)
-            timings = {"endpointing_ms": endpointing, "first_audio_ms": round(seconds * 1000)}
-            self._owner.send({"type": "omni.timings", "item_id": self.item.id, "response_id": self.id, **timings})
-
     async def _finish(self, ended: Ended, error: Exception | None) -> None:
         """Settle the history and send the events of the end."""
         if error is None and ended.reason == "error":
-            error = broken(ended.error, self._dialogue.engine)
+            error = broken(ended.error, self.dialogue.engine)
         status, details = self._outcome(ended, error)
         self.status = status
         unread = self._events is not None and self._events.running is None
-        if unread and self.request.question is not None and is_question_error(error):
-            self.request.question.part.refused = True
+        if unread and self._question is not None and is_question_error(error):
+            self._question.part.refused = True
         if self._events is not None and error is None:
             await self._settle()
-        elif self.request.conversation:
-            self._dialogue.broke()
+        elif self.conversation:
+            self.dialogue.broke()
         self.item.status = "completed" if status == "completed" else "incomplete"
         self.item.sent = self.outlet.sent
         send = self._owner.send
@@ -256,12 +242,12 @@ class Response:
             else:
                 send({"type": "response.output_text.done", **self._where, "text": text})
             send({"type": "response.content_part.done", **self._where, "part": self._shown_part(text)})
-            if self.request.conversation:
+            if self.conversation:
                 self._owner.tell_item("done", self.item)
             send({"type": "response.output_item.done", "output_index": 0, "item": self.item.shown(), "response_id": self.id})
-        elif self.request.conversation:
+        elif self.conversation:
             self._owner.items.discard(self.item)
-        response = {**self._shown(status), "status_details": details, "usage": self._used()}
+        response = {**self.shown(status), "status_details": details, "usage": self._used()}
         send({"type": "response.done", "response": filled(response)})
 
     async def _settle(self) -> None:
@@ -270,10 +256,10 @@ class Response:
         if self._stop_reason is not None:
             await self._cut.wait()
         if self._events.running is None:
-            self._dialogue.broke()
+            self.dialogue.broke()
             return
         try:
-            self.item.answer = await self._dialogue.settled(self._events)
+            self.item.answer = await self.dialogue.settled(self._events)
         except UserError:  # the engine was lost meanwhile
             return
         if self._stop_reason is not None and self.speaks and self.item.answer is not None:
@@ -291,20 +277,20 @@ class Response:
             return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
         return "completed", None
 
-    def _shown(self, status: str) -> Event:
-        request = self.request
+    def shown(self, status: str) -> Event:
+        """The `response` object of events."""
         shown: dict[str, Any] = {
             "object": "realtime.response",
             "id": self.id,
             "status": status,
-            "conversation_id": self._owner.conversation_id if request.conversation else None,
+            "conversation_id": self._owner.conversation_id if self.conversation else None,
             "output": [self.item.shown()] if self._begun and status != "in_progress" else [],
             "output_modalities": ["audio"] if self.speaks else ["text"],
-            "max_output_tokens": request.configuration.max_output_tokens,
-            "metadata": request.metadata,
+            "max_output_tokens": self._configuration.max_output_tokens,
+            "metadata": self._metadata,
         }
         if self.speaks:
-            output = request.configuration.audio.output
+            output = self._configuration.audio.output
             voice = self._owner.voices.effective(output.voice)
             shown["audio"] = {"output": {"format": output.format.shown(), "voice": voice}}
         return filled(shown)
@@ -313,7 +299,7 @@ class Response:
         """Tokens of the question, and of the answer: pieces of text, and chunks of sound."""
         used = self._usage
         out = used["text"] + used["audio"]
-        spoken = self.request.question is not None and self.request.question.spoken
+        spoken = self._question is not None and self._question.spoken
         input_details = {"text_tokens": 0 if spoken else used["input"], "audio_tokens": used["input"] if spoken else 0}
         return {
             "total_tokens": used["input"] + out,
@@ -353,17 +339,16 @@ class Responses:
         """Whether an answer is heard, or about to be."""
         return self.active is not None or (self.last is not None and self.last.outlet.ahead() > 0)
 
-    async def create(self, event: protocol.ResponseCreate) -> None:
+    def create(self, options: ResponseOptions) -> None:
+        """Begin the response that a client asks for."""
         if self._owner.configuration.type == "transcription":
             raise ProtocolError("a transcription session writes down what it hears and answers nothing", "invalid_session_type")
-        options = event.response or protocol.ResponseOptions()
         overrides = options.model_extra or {}
         configuration = overridden(self._owner.configuration, overrides)
         alone = options.conversation == "none"
         items = list(self._owner.items) if options.input is None else self._read_input(options.input)
         before, question = turns_of(items)
         question = question or prompted(items, overrides.get("instructions") or "", configuration.instructions)
-        request = ResponseRequest(configuration, before, question, not alone, options.metadata)
         if not alone and self.active is not None:
             raise ProtocolError(
                 f"the conversation has an active response, {self.active.id}; wait for response.done, or cancel it",
@@ -372,7 +357,8 @@ class Responses:
         if alone and len(self._beside) + 1 >= self._owner.settings.limits.responses:
             most = self._owner.settings.limits.responses
             raise ProtocolError(f"{most} responses of this session are under way; wait for one", "rate_limit_exceeded")
-        self.respond(request)
+        dialogue = Dialogue(self._owner.host) if alone else self.dialogue
+        self._begin(Response(self._owner, dialogue, configuration, before, question, options.metadata, not alone))
 
     def _read_input(self, values: list[Any]) -> list[ConversationItem]:
         """Items of a response's own input; references are looked up in the conversation."""
@@ -385,33 +371,33 @@ class Responses:
                 items.append(read_item(value, self._owner.longest, f"response.input.{number}"))
         return items
 
-    def respond(self, request: ResponseRequest) -> None:
-        """Begin a response."""
-        dialogue = self.dialogue if request.conversation else Dialogue(self._owner.host)
-        response = Response(self._owner, dialogue, request)
-        if request.conversation:
+    def _begin(self, response: Response) -> None:
+        owner = self._owner
+        if response.conversation:
             self.duck(False)
             self.last = response
-            self._owner.items.add(response.item)
+            owner.items.add(response.item)
         else:
             self._beside.add(response)
-        response.announce()
-        self._owner.spawn(self._run(response) if request.conversation else self._run_beside(response, dialogue))
+        owner.send({"type": "response.created", "response": response.shown("in_progress")})
+        most = owner.settings.limits.key_events
+        limit = {"name": "requests", "limit": most, "remaining": most, "reset_seconds": 60.0}
+        owner.send({"type": "rate_limits.updated", "rate_limits": [limit]})
+        owner.spawn(self._run(response))
 
     async def _run(self, response: Response) -> None:
-        await response.run()
-        self._owner.metrics.answered(response.status, response.outlet.underruns)
-        self._owner.answered()
-        if self._waits:
-            (endpointing,), self._waits = self._waits, ()
-            self.respond_to_turn(endpointing)
-
-    async def _run_beside(self, response: Response, dialogue: Dialogue) -> None:
         try:
             await response.run()
         finally:
-            self._beside.discard(response)
-            await dialogue.close()
+            if not response.conversation:
+                self._beside.discard(response)
+                await response.dialogue.close()
+        if response.conversation:
+            self._owner.metrics.answered(response.status, response.outlet.underruns)
+            self._owner.answered()
+            if self._waits:
+                (endpointing,), self._waits = self._waits, ()
+                self.respond_to_turn(endpointing)
 
     def respond_to_turn(self, endpointing: float | None) -> None:
         """Answer the turn that was just committed, so many seconds after the end of speech, or once the answer under way has
@@ -421,7 +407,8 @@ class Responses:
             return
         before, question = turns_of(self._owner.items)
         if question is not None:
-            self.respond(ResponseRequest(self._owner.configuration, before, question, endpointing=endpointing))
+            configuration = self._owner.configuration
+            self._begin(Response(self._owner, self.dialogue, configuration, before, question, endpointing=endpointing))
 
     def listen(self, semantic: bool) -> Callable[[], Coroutine[Any, Any, Any]] | None:
         """How the engine listens to what somebody begins to say, and to where it ends (`semantic`); None while an answer or
@@ -458,15 +445,16 @@ class Responses:
             response.outlet.clear()
             await self.cut(response.item, heard)
 
-    async def cancel(self, event: protocol.ResponseCancel) -> None:
+    async def cancel(self, response_id: str | None) -> None:
+        """Cancel the response of that id, or the conversation's; ProtocolError where it is not under way."""
         under_way = [response for response in (self.active, *self._beside) if response is not None]
-        matches = [response for response in under_way if event.response_id in (None, response.id)]
+        matches = [response for response in under_way if response_id in (None, response.id)]
         if not matches:
-            named = f" {event.response_id[:80]!r}" if event.response_id else ""
+            named = f" {response_id[:80]!r}" if response_id else ""
             raise ProtocolError(f"Cancellation failed: no active response{named} found", "response_cancel_not_active")
         await matches[0].stop("client_cancelled")
 
-    async def clear_output(self, event: protocol.Bare) -> None:
+    async def clear_output(self) -> None:
         if self._owner.transport.sound_in_events:
             raise ProtocolError(
                 "output_audio_buffer.clear is for WebRTC; cancel the response and truncate its item", "invalid_event"
@@ -481,12 +469,6 @@ class Responses:
         await self.dialogue.cut(item, heard)
         item.status = "incomplete"
         item.content[0].text = item.answer.text or ""
-
-    def silence(self) -> None:
-        """Send nothing more of any response: the client is gone."""
-        for response in (self.last, *self._beside):
-            if response is not None:
-                response.silence()
 
     async def close(self) -> None:
         """End the conversation with the engine, and what no response has ended itself."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import numpy as np
 
@@ -51,29 +49,50 @@ class RealtimeSession(SessionState):
         event_id = None
         try:
             event, event_id = protocol.read_event(text)
-            await HANDLERS[event.type](self, event)
-        except ProtocolError as error:
-            self.send(error.event(event_id))
+            await self._act(event)
         except Exception as error:
-            if not isinstance(error, UserError):
+            if not isinstance(error, (ProtocolError, UserError)):
                 self.log.exception("an event failed")
             self.send(as_protocol_error(error).event(event_id))
 
-    async def _update(self, event: protocol.SessionUpdate) -> None:
+    async def _act(self, event: protocol.ClientEvent) -> None:
+        match event:
+            case protocol.SessionUpdate():
+                self._update(event.session)
+            case protocol.Append():
+                await self.hearing.append(from_base64(event.audio, "audio"))
+            case protocol.Bare(type="input_audio_buffer.commit"):
+                self.hearing.commit()
+            case protocol.Bare(type="input_audio_buffer.clear"):
+                self.hearing.clear()
+                self.send({"type": "input_audio_buffer.cleared"})
+            case protocol.Bare():
+                await self.responses.clear_output()
+            case protocol.ItemCreate():
+                self.add_item(read_item(event.item, self.longest), event.previous_item_id)
+            case protocol.ItemNamed(type="conversation.item.delete"):
+                item = self.items.find(event.item_id, "item_delete_invalid_item_id")
+                if (last := self.responses.of(item)) is not None:
+                    await last.stop("client_cancelled")
+                self.items.discard(item)
+                self.send({"type": "conversation.item.deleted", "item_id": event.item_id})
+            case protocol.ItemNamed():
+                await self._retrieve_item(event)
+            case protocol.ItemTruncate():
+                await self._truncate_item(event)
+            case protocol.ResponseCreate():
+                self.responses.create(event.response or protocol.ResponseOptions())
+            case protocol.ResponseCancel():
+                await self.responses.cancel(event.response_id)
+
+    def _update(self, change: Event) -> None:
         started = bool(self.items) or self.responses.last is not None
-        self.configuration = updated(self.configuration, event.session, started)
+        self.configuration = updated(self.configuration, change, started)
         self.hearing.configure()
         session = self._shown()
-        if unused := ignored(event.session, session):
+        if unused := ignored(change, session):
             session["omni"]["ignored"] = unused
         self.send({"type": "session.updated", "session": session})
-
-    async def _append(self, event: protocol.Append) -> None:
-        data = from_base64(event.audio, "audio")
-        if len(data) > protocol.LONGEST_APPEND:
-            most = protocol.LONGEST_APPEND // 2**20
-            raise ProtocolError(f"audio is longer than {most} MiB; send it in pieces", "string_above_max_length", "audio")
-        await self.hearing.append(data)
 
     async def hear(self, samples: np.ndarray) -> None:
         """Sound that came by a way of its own: samples [S] at 24 kHz."""
@@ -81,25 +100,6 @@ class RealtimeSession(SessionState):
             await self.hearing.take(samples)
         except ProtocolError as error:
             self.send(error.event())
-
-    async def _commit(self, event: protocol.Bare) -> None:
-        self.hearing.commit()
-
-    async def _clear(self, event: protocol.Bare) -> None:
-        self.hearing.clear()
-        self.send({"type": "input_audio_buffer.cleared"})
-
-    # --- items --------------------------------------------------------------------------------------------------------
-
-    async def _create_item(self, event: protocol.ItemCreate) -> None:
-        self.add_item(read_item(event.item, self.longest), event.previous_item_id)
-
-    async def _delete_item(self, event: protocol.ItemNamed) -> None:
-        item = self.items.find(event.item_id, "item_delete_invalid_item_id")
-        if (last := self.responses.of(item)) is not None:
-            await last.stop("client_cancelled")
-        self.items.discard(item)
-        self.send({"type": "conversation.item.deleted", "item_id": event.item_id})
 
     async def _retrieve_item(self, event: protocol.ItemNamed) -> None:
         item = self.items.find(event.item_id, "item_retrieve_invalid_item_id")
@@ -136,25 +136,8 @@ class RealtimeSession(SessionState):
 
     async def close(self) -> None:
         """End all of it, and free its slot."""
-        self.responses.silence()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.transcripts.close()
         await self.responses.close()
-
-
-HANDLERS: dict[str, Callable[[RealtimeSession, Any], Coroutine[Any, Any, None]]] = {
-    "session.update": RealtimeSession._update,
-    "input_audio_buffer.append": RealtimeSession._append,
-    "input_audio_buffer.commit": RealtimeSession._commit,
-    "input_audio_buffer.clear": RealtimeSession._clear,
-    "conversation.item.create": RealtimeSession._create_item,
-    "conversation.item.delete": RealtimeSession._delete_item,
-    "conversation.item.retrieve": RealtimeSession._retrieve_item,
-    "conversation.item.truncate": RealtimeSession._truncate_item,
-    "response.create": lambda session, event: session.responses.create(event),
-    "response.cancel": lambda session, event: session.responses.cancel(event),
-    "output_audio_buffer.clear": lambda session, event: session.responses.clear_output(event),
-}
-"""Handlers of a client's events, by type."""

@@ -30,6 +30,8 @@ from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.rest.jobs import Job
 from infer.serve.server import Server, response_of
+from infer.serve.settings import ServerLimits
+from infer.serve.telemetry import LOG
 from omni.utils.private import gather_from
 
 CONNECT = 30.0  # seconds that a client has from its offer to its data channel
@@ -42,35 +44,42 @@ PATH = "/v1/realtime/calls"
 CONNECTING = 8  # calls of a key that may be on their way at once, until their data channels are open
 
 
-class CallTransport:
-    """Sends events over the data channel, once it is open, and sound by a track; at most so many bytes may wait for a client.
+class Call:
+    """One call of a key's owner, from its offer to its end: events go over the data channel, once it is open, and sound by a
+    track.
 
     Attributes:
-        ending: set where the call is to end, with the reason.
+        opened: set once the data channel is there.
+        ending: done where the call is to end, with the reason.
     """
 
     sound_in_events = False
 
-    def __init__(self, most: int) -> None:
-        self.track = SoundTrack()
-        self.channel: RTCDataChannel | None = None
+    def __init__(self, limits: ServerLimits, owner: str) -> None:
+        self.id, self.owner = new_id("rtc"), owner
+        self.opened = asyncio.Event()
         self.ending: asyncio.Future[Closed] = asyncio.get_running_loop().create_future()
         self.sent_at = time.monotonic()
-        self._most = most
+        self._usage, self._most = Quota(limits), limits.unread_bytes
+        self._track = SoundTrack()
+        self.channel: RTCDataChannel | None = None
+        self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
+        self._pc.on("connectionstatechange", self._changed)
+        self._pc.on("datachannel", self._take_channel)
+        self._messages: asyncio.Queue[str | bytes] = asyncio.Queue()
+        self._waiting = 0  # bytes of them
 
-    @property
-    def open(self) -> bool:
-        return self.channel is not None and self.channel.readyState == "open"
+    # --- what a session sends -----------------------------------------------------------------------------------------
 
     @property
     def unread(self) -> int:
         return 0 if self.channel is None else self.channel.bufferedAmount
 
     def put(self, event: Event) -> None:
-        if self.channel is None or not self.open or self.ending.done():
+        if self.channel is None or self.channel.readyState != "open" or self.ending.done():
             return
         data = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-        if self.channel.bufferedAmount + len(data) > self._most:
+        if self.unread + len(data) > self._most:
             self.end("the client reads too slowly")
             return
         self.sent_at = time.monotonic()
@@ -86,37 +95,14 @@ class CallTransport:
             self.ending.set_result(Closed(EXPIRED, reason))
 
     def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> Outlet:
-        return CallOutlet(self.track, emit)
+        return CallOutlet(self._track, emit)
 
-    async def close(self) -> None:
-        """Close the data channel once what was sent has gone."""
-        if self.channel is None or not self.open or self.channel.bufferedAmount > self._most // 2:
-            return
-        gone = asyncio.Event()
-        self.channel.on("close", gone.set)
-        self.channel.close()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(gone.wait(), CLOSING)
-
-
-class Call:
-    """One call of a key's owner, from its offer to its end; `opened` is set once its data channel is there."""
-
-    def __init__(self, transport: CallTransport, session: RealtimeSession, key_usage: Quota, owner: str) -> None:
-        self.id, self.owner, self.session = new_id("rtc"), owner, session
-        self._transport, self._bounds = transport, SessionBounds(session, key_usage)
-        self._usage, self._most = Quota(session.settings.limits), session.settings.limits.unread_bytes
-        self._pc = RTCPeerConnection(RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE))
-        self._pc.on("connectionstatechange", self._changed)
-        self._pc.on("datachannel", self._take_channel)
-        self.opened = asyncio.Event()
-        self._messages: asyncio.Queue[str | bytes] = asyncio.Queue()
-        self._waiting = 0  # bytes of them
+    # --- its course ---------------------------------------------------------------------------------------------------
 
     async def answer(self, offer: str, near: bool) -> str:
         """The answer to an offer (SDP) of a client, who may be on this machine (`near`); ProtocolError for one that cannot be
         taken."""
-        transceiver = self._pc.addTransceiver(self._transport.track, "sendrecv")
+        transceiver = self._pc.addTransceiver(self._track, "sendrecv")
         opus = [codec for codec in RTCRtpSender.getCapabilities("audio").codecs if codec.mimeType == "audio/opus"]
         transceiver.setCodecPreferences(opus)
         try:
@@ -130,20 +116,26 @@ class Call:
             raise _bad_offer(f"cannot be taken ({str(error)[:200] or type(error).__name__})") from None
         return str(self._pc.localDescription.sdp)
 
-    async def run(self) -> str:
+    async def run(self, session: RealtimeSession, key_usage: Quota) -> str:
         """Serve the call after its answer; returns why it ended."""
-        session, ending = self.session, self._transport.ending
+        bounds = SessionBounds(session, key_usage)
+
+        async def hear(samples: np.ndarray) -> None:
+            bounds.came = time.monotonic()
+            if self.opened.is_set():
+                await session.hear(samples)
+
         track = self._pc.getTransceivers()[0].receiver.track
         if track is not None:
             listener = TrackListener(track)
             session.spawn(listener.read())
-            session.spawn(listener.listen(self._hear))
-        ending.add_done_callback(lambda _: self.opened.set())
+            session.spawn(listener.listen(hear))
+        self.ending.add_done_callback(lambda _: self.opened.set())
         try:
             await asyncio.wait_for(self.opened.wait(), CONNECT)
         except asyncio.TimeoutError:
             return "not connected in time"
-        return (await self._bounds.serve(self._next, ending)).reason
+        return (await bounds.serve(self._next, self.ending)).reason
 
     async def _next(self) -> str | bytes:
         """The next message of the client."""
@@ -152,30 +144,35 @@ class Call:
         return data
 
     async def close(self) -> None:
-        """End the session, and close the connection once the last events have gone."""
-        await self.session.close()
-        await self._transport.close()
-        self._transport.track.stop()
-        self._transport.end("closed")
+        """Close the connection once the last events have gone."""
+        channel = self.channel
+        if channel is not None and channel.readyState == "open" and self.unread <= self._most // 2:
+            gone = asyncio.Event()
+            channel.on("close", gone.set)
+            channel.close()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(gone.wait(), CLOSING)
+        self._track.stop()
+        self.end("closed")
         try:
             await asyncio.wait_for(self._pc.close(), CLOSING)
         except asyncio.TimeoutError:
-            self.session.log.warning("a connection did not close")
-        for emitter in (self._pc, self._transport.channel):  # what aiortc still holds does not hold the call
+            LOG.warning("the connection of %s did not close", self.id)
+        for emitter in (self._pc, channel):  # what aiortc still holds does not hold the call
             if emitter is not None:
                 emitter.remove_all_listeners()
 
     def _changed(self) -> None:
         if self._pc.connectionState in ("failed", "closed"):
-            self._transport.end(f"the connection {self._pc.connectionState}")
+            self.end(f"the connection {self._pc.connectionState}")
 
     def _take_channel(self, channel: RTCDataChannel) -> None:
-        if self._transport.channel is not None:
+        if self.channel is not None:
             channel.close()
             return
-        self._transport.channel = channel
+        self.channel = channel
         channel.on("message", self._take)
-        channel.on("close", lambda: self._transport.end("the client closed its data channel"))
+        channel.on("close", lambda: self.end("the client closed its data channel"))
         self.opened.set()
 
     def _take(self, data: str | bytes) -> None:
@@ -183,16 +180,11 @@ class Call:
         try:
             self._usage.count(frames=1, bytes=len(data))
         except Denied as error:
-            self._transport.end(str(error))
+            self.end(str(error))
         if self._waiting > self._most:
-            self._transport.end("more messages came than could be handled")
-        elif not self._transport.ending.done():
+            self.end("more messages came than could be handled")
+        elif not self.ending.done():
             self._messages.put_nowait(data)
-
-    async def _hear(self, samples: np.ndarray) -> None:
-        self._bounds.came = time.monotonic()
-        if self.opened.is_set():
-            await self.session.hearing.take(samples)
 
 
 def checked_offer(offer: str) -> str:
@@ -244,18 +236,17 @@ class Calls:
         offer, changes = await _read(job)
         if sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values()) >= CONNECTING:
             raise Denied(429, "rate_limit_exceeded", f"{CONNECTING} calls of this key are not connected yet; wait")
-        transport = CallTransport(server.settings.limits.unread_bytes)
+        call = Call(server.settings.limits, owner)
         omni = request.query_params.get("omni") == "1"
-        session = server.begin("webrtc", owner, transport, merged(job.secret, changes), omni)
-        call = Call(transport, session, server.keys.usage[owner], owner)
+        session = server.begin("webrtc", owner, call, merged(job.secret, changes), omni)
         self._calls[call.id] = call
         try:
             near = request.client is not None and request.client.host in LOOPBACK
             answer = await call.answer(offer, near)
         except BaseException:
-            await self._end(call, "no answer to the offer")
+            await self._end(call, session, "no answer to the offer")
             raise
-        task = asyncio.create_task(self._serve(call))
+        task = asyncio.create_task(self._serve(call, session))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return Response(answer, 201, {"location": f"{PATH}/{call.id}"}, "application/sdp")
@@ -265,33 +256,34 @@ class Calls:
         owner, _ = self._server.admit(request.headers, [])
         call = self._calls.get(call_id)
         if call is None or call.owner != owner:
-            message = f"there is no call {call_id[:80]!r}, or it has ended"
-            return response_of(ProtocolError(message, "call_not_found", status=404))
-        call.session.transport.end("the client hung up")
+            problem = f"there is no call {call_id[:80]!r}, or it has ended"
+            return response_of(ProtocolError(problem, "call_not_found", status=404))
+        call.end("the client hung up")
         return Response()
 
     async def close(self) -> None:
         """End all of them."""
         for call in self._calls.values():
-            call.session.transport.end("the server ends")
+            call.end("the server ends")
         await asyncio.gather(*self._tasks)
 
-    async def _serve(self, call: Call) -> None:
+    async def _serve(self, call: Call, session: RealtimeSession) -> None:
         reason = "the server failed"
         try:
-            reason = await call.run()
+            reason = await call.run(session, self._server.keys.usage[call.owner])
         except Exception:
-            call.session.log.exception("a call failed")
+            session.log.exception("a call failed")
         finally:
-            await self._end(call, reason)
+            await self._end(call, session, reason)
 
-    async def _end(self, call: Call, reason: str) -> None:
+    async def _end(self, call: Call, session: RealtimeSession, reason: str) -> None:
         """Close a call, and count it no longer."""
         try:
+            await session.close()
             await call.close()
         finally:
             del self._calls[call.id]
-            self._server.end("webrtc", call.owner, call.session, reason)
+            self._server.end("webrtc", call.owner, session, reason)
 
 
 async def _read(job: Job) -> tuple[str, Event]:

@@ -7,16 +7,14 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable
 
-import numpy as np
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from infer.serve.bounds import POLICY, Closed, SessionBounds
-from infer.serve.errors import Denied
-from infer.serve.realtime.playback import Outlet, SentOutlet
-from infer.serve.realtime.protocol import Event
+from infer.serve.realtime.playback import SentOutlet
+from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.server import Server
 
 RESTART, TRY_AGAIN, INTERNAL = 1012, 1013, 1011
 """Close codes of WebSockets: the server ends, connect again; another server, or later; a fault."""
@@ -35,7 +33,7 @@ class SocketTransport:
         closing: what waits is sent, and nothing after it.
     """
 
-    sound_in_events = True
+    sound_in_events, outlet = True, SentOutlet
 
     def __init__(self, socket: WebSocket, most: int) -> None:
         self._socket, self._most = socket, most
@@ -69,9 +67,6 @@ class SocketTransport:
         if not self.ending.done():
             self.ending.set_result(closed)
 
-    def outlet(self, rate: int, emit: Callable[[np.ndarray], None]) -> Outlet:
-        return SentOutlet(rate, emit)
-
     async def run(self) -> None:
         """Sends until it is closing and all was sent, or the client has gone."""
         with contextlib.suppress(*GONE):
@@ -102,19 +97,37 @@ class SocketTransport:
                 await asyncio.wait_for(self._socket.close(closed.code, closed.reason), CLOSING)
 
 
-async def serve_socket(transport: SocketTransport, bounds: SessionBounds) -> str:
-    """Serve one WebSocket from its first to its last message; returns why it was closed."""
-    sending = asyncio.create_task(transport.run())
+async def serve_socket(server: Server, socket: WebSocket) -> None:
+    """Serve one WebSocket from its first to its last message."""
+    protocols, query = socket.scope.get("subprotocols", []), socket.query_params
+    transport = SocketTransport(socket, server.settings.limits.unread_bytes)
     try:
+        owner, secret = server.admit(socket.headers, protocols)
+        intent = {"type": "transcription"} if query.get("intent") == "transcription" else {}
+        session = server.begin("websocket", owner, transport, {**intent, **secret}, query.get("omni") == "1")
+    except ProtocolError as error:
+        server.metrics.refused.labels(error.code).inc()
+        await refuse(socket, error)
+        return
+    reason, sending = "the server failed", asyncio.create_task(transport.run())
+    try:
+        await socket.accept("realtime" if "realtime" in protocols else None)
+        bounds = SessionBounds(session, server.keys.usage[owner])
         closed = await bounds.serve(transport.receive, transport.ending, sending)
         await transport.close(sending, closed)
-        return closed.reason
+        reason = closed.reason
+    except Exception:
+        session.log.exception("a socket failed")
+        with contextlib.suppress(Exception):
+            await socket.close(INTERNAL, reason)
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
+        await session.close()
+        server.end("websocket", owner, session, reason)
 
 
-async def refuse(socket: WebSocket, error: Denied) -> None:
+async def refuse(socket: WebSocket, error: ProtocolError) -> None:
     """Accept a socket only to tell why it is closed: clients show events, but hide the status of a handshake."""
     event = {"event_id": "event_refused", **error.event()}
     with contextlib.suppress(*GONE):

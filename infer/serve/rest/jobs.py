@@ -22,11 +22,11 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import server_error
+from infer.serve.errors import Denied, server_error
 from infer.serve.keys import key_of
 from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, read_json
 from infer.serve.rest.answers import begun, unbroken
-from infer.serve.server import Server, logged, respond
+from infer.serve.server import Server, logged, response_of
 from infer.serve.telemetry import LOG
 from omni.engine.answer import Pace
 from omni.errors import UserError
@@ -41,6 +41,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 BODY_SECONDS, BODY_PAUSE = 120.0, 30.0  # seconds in which a request's body has to come, and those in which more of it has to
+GONE = 499  # status of a request whose client went away, for the figures alone
 FIELDS = 64  # most fields of a form, besides its file
 
 Handler = Callable[["Job"], Awaitable[Response]]
@@ -54,15 +55,12 @@ class Jobs:
         self.coming: Counter[str] = Counter()
 
     def add(self, app: FastAPI, path: str, handle: Handler) -> None:
-        """Answer POST requests of a path.
-
-        What `handle` raises is told in OpenAI's form, but `Denied` and HTTP's own errors, which the application tells.
-        """
+        """Answer POST requests of a path."""
 
         async def endpoint(request: Request) -> Response:
             owner, secret = self.server.admit(request.headers, [])
             since = time.monotonic()
-            response = await respond(self._answer(Job(self, request, owner, secret), handle))
+            response = await self._answer(Job(self, request, owner, secret), handle)
             status = response.status_code
             self.server.metrics.requests.labels(path, str(status)).inc()
             seconds = round(time.monotonic() - since, 3)
@@ -72,6 +70,7 @@ class Jobs:
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
 
     async def _answer(self, job: Job, handle: Handler) -> Response:
+        """The response; what `handle` raises is told in OpenAI's form, but `Denied`, which the application tells."""
         response: Response | None = None
         try:
             self.check_room(job.owner)
@@ -82,10 +81,16 @@ class Jobs:
             announced = job.request.headers.get("content-length", "")
             job.check_size(int(announced) if announced.isdigit() else 0)
             response = await handle(job)
-            return response
+        except Denied:
+            raise
+        except ClientDisconnect:
+            response = Response(status_code=GONE)
+        except Exception as error:
+            response = response_of(logged(error))
         finally:
             if not isinstance(response, StreamedResponse):
                 job.end()
+        return response
 
     def check_room(self, owner: str) -> None:
         """ProtocolError where as many requests are answered as may be."""
@@ -151,8 +156,6 @@ class Job:
         try:
             form = await self._within(self.request.form(max_files=files, max_fields=FIELDS))
         except HTTPException as error:
-            if error.status_code != 400:
-                raise
             raise ProtocolError(f"the form cannot be read: {error.detail}", "invalid_form") from None
         try:
             yield form

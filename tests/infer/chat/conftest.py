@@ -59,7 +59,7 @@ def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
             patch.setitem(sys.modules, "sounddevice", fake)
             patch.setattr("infer.chat.chat.SimpleQueue", lambda: LockstepQueue(fake))
             patch.setattr("infer.chat.connection.VoiceActivity", LevelVad)
-            patch.setattr("infer.chat.connection.SentOutlet", lambda *of: SentOutlet(*of, lambda: fake.now))
+            patch.setattr("infer.chat.connection.DeliveringTransport.outlet", lambda _, *of: SentOutlet(*of, lambda: fake.now))
             patch.setattr(LocalConnection, "send", send)
             patch.setattr(RealtimeSession, "add_spoken", recorded)
             talked.done = run("chat", *words)

@@ -158,7 +158,7 @@ async def lost(*_: Any) -> None:
 
 
 async def lost_midway(response: Response, *_: Any) -> Ended:
-    response._dialogue.engine = SimpleNamespace(alive=False)
+    response.dialogue.engine = SimpleNamespace(alive=False)
     return Ended("error", Timings(), LOST)
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from infer.serve.host import EngineHost
-from infer.serve.realtime.hearing import TurnSound
 from infer.serve.settings import ServeSettings
 from infer.turns.detector import SURE, SemanticVad, TurnDetector, has_ended
 from infer.turns.vad import FRAME_SECONDS
@@ -44,20 +43,13 @@ def test_the_model_ends_a_turn_at_once_or_leaves_it_to_the_longest_wait() -> Non
 
 
 def test_a_turn_that_is_not_listened_to_is_not_judged() -> None:
-    async def nothing() -> Any:
-        raise AssertionError
-
     assert has_ended(None, 0.0, 2.0, 1.0, "high") is None
-    turn = TurnSound(nothing)
-    assert has_ended(turn.frames, 0.0, 2.0, 1.0, "high") is None
-    turn._listening = type("Heard", (), {"turn": TurnFrames(25.0)})
-    assert has_ended(turn.frames, 0.0, 2.0, 1.0, "high") is False
-    turn.frames.put(0, torch.ones(40, 2))  # type: ignore[union-attr]
-    assert has_ended(turn.frames, 5.0, 6.5, 6.0, "low") is True
-    assert has_ended(turn.frames, 5.0, 6.3, 6.0, "low") is False  # so short a silence ends nothing
-    assert has_ended(turn.frames, 5.0, 7.4, 6.95, "low") is False  # what is known is of before the last speech
-    turn.over = True
-    assert has_ended(turn.frames, 5.0, 6.2, 6.0, "low") is None
+    frames = TurnFrames(25.0)
+    assert has_ended(frames, 0.0, 2.0, 1.0, "high") is False
+    frames.put(0, torch.ones(40, 2))
+    assert has_ended(frames, 5.0, 6.5, 6.0, "low") is True
+    assert has_ended(frames, 5.0, 6.3, 6.0, "low") is False  # so short a silence ends nothing
+    assert has_ended(frames, 5.0, 7.4, 6.95, "low") is False  # what is known is of before the last speech
 
 
 @pytest.mark.parametrize("eagerness", RULES)
@@ -122,8 +114,8 @@ def test_a_session_commits_where_the_model_says_so(
 def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, settings: ServeSettings) -> None:
     def body(client: Client) -> None:
         turn = client.session.hearing._turn
-        assert turn is not None and turn.frames is not None
-        stream, end = inside(turn._listening.session)._hears, time.monotonic() + 10
+        assert turn is not None and turn.listening is not None
+        stream, end = inside(turn.listening.session)._hears, time.monotonic() + 10
         while stream.due and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.05)
@@ -131,7 +123,7 @@ def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, set
         assert len(heard) / 16_000 > client.session.hearing.buffer.end - client.session.hearing._first - 0.15
         listener = TurnListener.of(host.engine.model)
         wanted = listener.probabilities(listener.encoder.stream().push(heard))
-        assert turn.frames.known.shape == wanted.shape and torch.allclose(turn.frames.known, wanted, atol=1e-5)
+        assert turn.listening.turn.known.shape == wanted.shape and torch.allclose(turn.listening.turn.known, wanted, atol=1e-5)
 
     assert "input_audio_buffer.committed" not in [event["type"] for event in talk(host, settings, 0.8, body)]
 
