@@ -156,7 +156,8 @@ class SpokenChat:
         if not self._pressed:
             self._pass_on(samples)
         elif self._hearing:
-            asked = samples[: round((self._longest - self._seconds) * PCM_RATE)]
+            left = (self._longest - self._seconds) * PCM_RATE  # infinite where a server has not told its longest
+            asked = samples[: round(min(left, len(samples)))]
             self._send_sound(asked)
             self._seconds += len(asked) / PCM_RATE
             if self._seconds >= self._longest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -347,6 +348,18 @@ def test_a_question_between_two_presses_is_cut_at_the_longest(talk: Talks, monke
 
     talked = talk(script, "--turn_detection", "none", *SHORT)
     assert len(talked.asked[0]) == RATE and "warning: the question was cut after 1.0 s" in talked.done.err
+
+
+def test_a_pressed_question_is_whole_where_the_longest_is_not_known(talk: Talks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(sound: FakeSound) -> Iterator[Any]:
+        yield "enter"
+        yield from sound.say(0.5)
+        yield "enter"
+        yield from sound.until_played()
+
+    monkeypatch.setattr("infer.chat.chat.longest", lambda config: math.inf)  # as of a server
+    talked = talk(script, "--turn_detection", "none", *SHORT)
+    assert talked.done.code == 0 and len(talked.asked[0]) == RATE // 2
 
 
 def test_a_question_that_is_hardly_one_is_doubted(talk: Talks) -> None:
