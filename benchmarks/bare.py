@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from infer.bench.bench import TASK
+from omni.cpu import linear
 from omni.cpu.int8 import FEWEST, Int8Embedding, Int8Linear, exact, packed_of
-from omni.cpu.products import apply, product
 from omni.generate.question import Asked, encode_questions
 from omni.generate.speech_lm import SpeechLM
 from omni.model.attention import attention
@@ -169,10 +169,7 @@ def _product(fast: bool, *linears: nn.Module, fbgemm: bool) -> Product:
     first = linears[0]
     if isinstance(first, Int8Linear) and (fbgemm or exact()):
         return (_fbgemm_product if fbgemm else _int8_product)(cast("tuple[Int8Linear, ...]", linears))
-    if isinstance(first, nn.Embedding):
-        return partial(product, fast, weight=first.weight)
-    parts = cast("tuple[nn.Linear, ...]", linears)
-    return lambda x: torch.cat([apply(fast, part, x) for part in parts], -1) if len(parts) > 1 else apply(fast, parts[0], x)
+    return lambda x: torch.cat([linear(fast, part, x) for part in linears], -1) if len(linears) > 1 else linear(fast, first, x)
 
 
 def _int8_product(linears: tuple[Int8Linear, ...]) -> Product:

@@ -31,8 +31,7 @@ from infer.bench.random_model import preset_lm
 from infer.loading import cpu_threads
 from omni.audio.io import SAMPLE_RATE
 from omni.config import preset as named
-from omni.cpu.int8 import is_int8
-from omni.cpu.products import use_fast
+from omni.cpu import is_int8, use_fast
 from omni.encoder.whisper_config import EncoderMode
 from omni.engine.process import EngineProcess
 from omni.engine.stats import Percentiles

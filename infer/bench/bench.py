@@ -27,7 +27,7 @@ from infer.options import BenchOptions
 from infer.timing import AnswerMeter
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.config import preset
-from omni.cpu.products import use_fast
+from omni.cpu import use_fast
 from omni.engine.stats import LENGTH, measure_steps
 from omni.errors import UserError
 from omni.generate.results import AudioChunk, Ended, Timings

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from omni.cpu import compiled_int8
 from omni.errors import UserError
 from omni.model.linears import TEXT_TABLE, checksum_of, is_quantized, linears_of, text_rows_of
-from omni.utils.private import has_forward_hooks
 
 MOST = 127
 """Largest number of either sign."""
@@ -46,65 +45,76 @@ class Packed(NamedTuple):
     bias: Tensor | None
 
 
-class Normed:
-    """The output of an RMSNorm of x [..., K], which is computed only for what cannot take its rounded rows."""
+class Normed(NamedTuple):
+    """The RMSNorm of x [..., K], which is computed only for what cannot take its rounded rows."""
 
-    def __init__(self, x: Tensor, norm: nn.RMSNorm) -> None:
-        self.x, self.norm = x, norm
-        self._whole: Tensor | None = None
-
-    def whole(self) -> Tensor:
-        """The output of the norm, [..., K]."""
-        if self._whole is None:
-            self._whole = self.norm(self.x)
-        return self._whole
+    x: Tensor
+    norm: nn.RMSNorm
 
     def rounded(self) -> tuple[Tensor, Tensor]:
         """Its rows as `rounded` gives them, rounded before they are divided by their length."""
         count = self.x.shape[-1]
-        rows = _float(self.x).reshape(-1, count)
-        held, most = rounded(rows * _float(self.norm.weight))
+        rows = self.x.float().reshape(-1, count)
+        held, most = rounded(rows * self.norm.weight.float())
         root = torch.linalg.vector_norm(rows, 2, -1, True)
         length = torch.hypot(root, _full((), ((self.norm.eps or 0.0) * count) ** 0.5))
         return held, torch.addcdiv(_full((), 0.0), most, length, value=count**0.5)
 
 
-class Int8Linear(nn.Linear):
-    """A linear with an int8 weight [N, K] and a scale [N]; takes and gives float32 or bfloat16."""
+M = TypeVar("M", bound="Int8Rows")
 
+
+class Int8Rows(nn.Module):
+    """A module whose weight [N, K] is held in int8, with a scale [N] of each row."""
+
+    weight: Tensor
     scale: Tensor
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False, device="meta")
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.int8), requires_grad=False)
-        self.register_buffer("scale", torch.empty(out_features))
-        self._packed: dict[tuple[int, ...], Packed] = {}  # by the linears that are multiplied together
-
-    @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
-        """The int8 form of a weight [N, K]."""
-        new, largest = cls(weight.shape[1], weight.shape[0]), largest_of(weight)
-        new.weight.copy_(whole_numbers(weight, largest))
-        new.scale.copy_(largest / MOST)
-        if bias is not None:
-            new.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        return new
+    def filled(self: M, weight: Tensor) -> M:
+        """The module itself, with the int8 form of a weight [N, K]."""
+        largest = largest_of(weight)
+        self.weight.copy_(whole_numbers(weight, largest))
+        self.scale.copy_(largest / MOST)
+        return self
 
-    def dequantize(self) -> Tensor:
+    def dense(self) -> Tensor:
         """The weight [N, K] in float32."""
         return self.weight * self.scale[:, None]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
         """Keeps the scales in float32 in a model of another precision."""
         before = self.scale
         super()._apply(fn, recurse)
-        self.scale, self._packed = before.to(self.weight.device), {}
+        self.scale = before.to(self.weight.device)
         return self
+
+
+class Int8Linear(Int8Rows, nn.Linear):
+    """A linear with an int8 weight [N, K] and a scale [N]; takes and gives float32 or bfloat16."""
+
+    dequantize = Int8Rows.dense
+
+    def __init__(self, in_features: int, out_features: int, bias: Tensor | None = None) -> None:
+        super().__init__(in_features, out_features, bias=False, device="meta")
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("scale", torch.empty(out_features))
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        self._packed: dict[tuple[int, ...], Packed] = {}  # by the linears that are multiplied together
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
+        """The int8 form of a weight [N, K]."""
+        return cls(weight.shape[1], weight.shape[0], bias).filled(weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
+        self._packed = {}
+        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor, product: Tensor | None = None) -> Tensor:
         """x [..., K] to [..., N]; `product` is the output where it is known."""
-        return _product(x, (self,)) if product is None else product
+        return product_of(x, self) if product is None else product
 
 
 def largest_of(weight: Tensor) -> Tensor:
@@ -122,33 +132,6 @@ def whole_numbers(weight: Tensor, largest: Tensor) -> Tensor:
     return (weight.float() * factor[:, None]).add_(128.5).floor_().sub_(128).to(torch.int8)
 
 
-def normed(x: Tensor, norm: nn.RMSNorm, *linears: nn.Module) -> Tensor | Normed:
-    """The output of a norm for linears that are in int8 all, and for others."""
-    if any(type(part) is not Int8Linear for part in linears) or has_forward_hooks(norm):
-        out: Tensor = norm(x)
-        return out
-    return Normed(x, norm)
-
-
-def together(x: Tensor | Normed, *linears: nn.Module) -> Tensor | None:
-    """Outputs of several int8 linears of one input [..., K], side by side, of one product; None where one is of another kind.
-
-    What acts beside a linear (hooks) is given its own output, so that the product of a row does not depend on it.
-    """
-    hooks = False
-    for part in linears:
-        if type(part) is not Int8Linear:
-            return None
-        hooks = hooks or has_forward_hooks(part)
-    parts = cast("tuple[Int8Linear, ...]", linears)
-    out = _product(x, parts)
-    if hooks:
-        whole = x.whole() if isinstance(x, Normed) else x
-        each = out.split([part.out_features for part in parts], -1)
-        out = torch.cat([part(whole, product=own) for part, own in zip(parts, each, strict=True)], -1)
-    return out
-
-
 def packed_of(linears: tuple[Int8Linear, ...]) -> Packed:
     """The weights of linears of one input, side by side; made once."""
     first, key = linears[0], tuple(map(id, linears))
@@ -158,20 +141,22 @@ def packed_of(linears: tuple[Int8Linear, ...]) -> Packed:
         bias = None
         if any(part.bias is not None for part in linears):
             bias = torch.cat([scale.new_zeros(len(p.weight)) if p.bias is None else p.bias.detach().float() for p in linears])
-        packed = first._packed[key] = Packed(_prepack(weight) if exact() else weight, scale / MOST, bias)
+        if exact():
+            weight = torch.ops.onednn.qlinear_prepack(weight, [2, weight.shape[1]])
+        packed = first._packed[key] = Packed(weight, scale / MOST, bias)
     return packed
 
 
-def _product(x: Tensor | Normed, linears: tuple[Int8Linear, ...]) -> Tensor:
+def product_of(x: Tensor | Normed, *linears: Int8Linear) -> Tensor:
+    """Outputs of linears of one input [..., K], side by side."""
     packed = packed_of(linears)
     if isinstance(x, Normed):
         source, (held, factor) = x.x, x.rounded()
     else:
-        source, (held, factor) = x, rounded(_float(x).reshape(-1, linears[0].in_features))
+        source, (held, factor) = x, rounded(x.float().reshape(-1, linears[0].in_features))
     out = raw_product(held, packed)
     out = out.mul_(factor) if packed.bias is None else torch.addcmul(packed.bias, out, factor)
-    out = out.view(*source.shape[:-1], packed.scale.shape[0])
-    return out if out.dtype == source.dtype else out.to(source.dtype)
+    return out.view(*source.shape[:-1], packed.scale.shape[0]).to(source.dtype)
 
 
 def raw_product(held: Tensor, packed: Packed) -> Tensor:
@@ -183,10 +168,6 @@ def raw_product(held: Tensor, packed: Packed) -> Tensor:
     out = torch.empty(len(held), len(packed.weight))
     compiled_int8.multiply(held, packed.weight, packed.scale, out, torch.get_num_threads())
     return out
-
-
-def _float(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 else x.float()
 
 
 @cache
@@ -205,11 +186,6 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     return scaled.to(torch.int32).to(torch.uint8), largest  # by way of int32, which takes a third of the time
 
 
-def _prepack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight, [2, weight.shape[1]])
-    return packed
-
-
 def _exact_product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """Products [M, N] float32 of rows [M, K] uint8, whose 0 is 128, and a packed weight, times the scale [N]."""
     zeros = _full((scale.shape[0],), 0, torch.int64)
@@ -225,7 +201,8 @@ def exact() -> bool:
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randint(-MOST, MOST + 1, (n, 96), generator=generator) for n in (3, 40))
     try:
-        product = _exact_product((rows + 128).to(torch.uint8), _prepack(weight.to(torch.int8)), torch.ones(40))
+        packed = torch.ops.onednn.qlinear_prepack(weight.to(torch.int8), [2, 96])
+        product = _exact_product((rows + 128).to(torch.uint8), packed, torch.ones(40))
     except (AttributeError, RuntimeError, TypeError):
         return False
     return bool(product.equal((rows @ weight.T).float()))
@@ -235,10 +212,8 @@ TABLES = (TEXT_TABLE, "decoder.audio_embedding")
 """Names of the tables that are held in int8."""
 
 
-class Int8Embedding(nn.Embedding):
+class Int8Embedding(Int8Rows, nn.Embedding):
     """A table with int8 rows [V, W] and a scale [V]; gives rows in the model's precision."""
-
-    scale: Tensor
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(rows, width, _weight=torch.empty(rows, width, dtype=torch.int8), _freeze=True)
@@ -247,24 +222,14 @@ class Int8Embedding(nn.Embedding):
         self._heads: list[Int8Linear] = []
 
     @classmethod
-    @torch.no_grad()
     def of(cls, weight: Tensor) -> Int8Embedding:
         """The int8 form of a table [V, W]."""
-        new, largest = cls(weight.shape[0], weight.shape[1], weight.dtype), largest_of(weight)
-        new.weight.copy_(whole_numbers(weight, largest))
-        new.scale.copy_(largest / MOST)
-        return new
-
-    def dense(self) -> Tensor:
-        """The table [V, W] in float32."""
-        return self.weight * self.scale[:, None]
+        return cls(weight.shape[0], weight.shape[1], weight.dtype).filled(weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Embedding:
-        """Keeps the scales in float32; the rows are given in the precision that the model is turned to."""
-        before = self.scale
-        super()._apply(fn, recurse)
-        self.scale, self.dtype = before.to(self.weight.device), fn(torch.empty(0, dtype=self.dtype)).dtype
-        return self
+        """The rows are given in the precision that the model is turned to."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = F.embedding(ids, self.weight) * F.embedding(ids, self.scale[:, None])
@@ -335,8 +300,7 @@ def empty_int8(
     tables = _tables(model)
     with torch.device("meta"):
         for name, part in check_linears(model).items():
-            new = Int8Linear(part.in_features, part.out_features)
-            new.bias = part.bias
+            new = Int8Linear(part.in_features, part.out_features, part.bias)
             new.plain_checksum = (checksums or {}).get(name)  # type: ignore[assignment]
             model.set_submodule(name, new)
         for name, table in tables.items():

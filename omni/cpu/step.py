@@ -1,4 +1,4 @@
-"""A step of the decoder on a CPU, one column of each row, compiled (`omni.cpu.compiled`) where `omni.cpu.products` says so.
+"""A step of the decoder on a CPU, one column of each row, compiled (`omni.cpu.compiled`) where `omni.cpu` says so.
 
 In float32 a small model's blocks are a single call, and in int8 there is one between two products. The float32 weights of one
 input become views of one tensor, so that what changes them in place changes it. A block beside whose parts something acts (an
@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from omni.cpu import compiled, compiled_int8
+from omni.cpu import SMALL, compiled, compiled_int8
 from omni.cpu.int8 import Int8Linear, packed_of, raw_product
-from omni.cpu.products import SMALL
 from omni.model.blocks import Attention, Block, RMSNorm, SwiGLU
-from omni.model.fingerprint import Fingerprint
 from omni.model.kv_cache import KVCache
 from omni.model.linears import fuse_weights
-from omni.utils.private import has_forward_hooks
+from omni.utils.private import children, forward_hooks, has_forward_hooks, own_parameters
 
 LOG = logging.getLogger(__name__)
 
@@ -41,12 +40,23 @@ class DecoderStep:
     def __reduce__(self) -> tuple[type[DecoderStep], tuple[()]]:
         return DecoderStep, ()  # a copy of the decoder has other weights
 
+    @torch.inference_mode()
+    def prepare(self, model: Any) -> None:
+        """Compile what a model's steps take before the first question: half a minute once on a processor, then read from
+        numba's cache."""
+        decoder = model.decoder
+        if not decoder.fast or all(step_shape(block) is None for block in decoder.blocks):
+            return
+        LOG.info("compiling steps; the first time on a processor it takes half a minute")
+        column = torch.zeros(1, len(decoder.layout), 1, dtype=torch.long)
+        decoder.logits(decoder(column, input_pos=torch.zeros(1, 1, dtype=torch.long), cache=model.make_cache(1, 1)))
+
     def __call__(self, decoder: Any, tokens: Tensor, input_pos: Tensor, cache: KVCache) -> tuple[Tensor, Tensor] | None:
         """Hidden states [B, 1, W] for the text head and for the audio heads, as the `forward` of a `Decoder` gives them for
         tokens [B, K, 1]; None of several columns, and where no block is compiled."""
         if tokens.shape[2] > 1 or not self._compiles(decoder, decoder.norm.weight) or cache.dtype != torch.float32:
             return None  # while autograd records, the cache's `update` refuses to be written
-        blocks = [*decoder.blocks, *decoder.post_blocks]
+        first, blocks = len(decoder.blocks), [*decoder.blocks, *decoder.post_blocks]
         if len(self._blocks) != len(blocks):
             self._blocks = [_BlockStep() for _ in blocks]
         steps = [step if step.matches(block) else None for step, block in zip(self._blocks, blocks, strict=True)]
@@ -58,23 +68,22 @@ class DecoderStep:
         cos, sin = (np.empty((rows, 2 * len(decoder.rope)), np.float32) for _ in range(2))
         inputs = _Inputs(cache, mask.numpy().reshape(rows, -1), cos, sin)
         compiled.rope_cos_sin(np.ascontiguousarray(input_pos.numpy()[:, 0]), decoder.rope.numpy(), cos, sin)
-        outputs: list[Tensor] = []
-        run: list[tuple[Any, _BlockStep, int]] = []  # neighbours that are one call
-        for layer, (block, step) in enumerate(zip(blocks, steps, strict=True)):
-            if run and (layer == len(decoder.blocks) or step is None or step.shape != run[-1][1].shape):
-                run = _take(run, x, inputs)
-            if layer == len(decoder.blocks):
-                outputs.append(_normed(decoder.norm, x))
-            if step is not None and step.shape.dtype == "float32":
-                run.append((block, step, layer))
-            elif step is not None:
-                step(block, x, inputs, layer)
-            else:
-                rope = tuple(torch.from_numpy(part)[:, None, None] for part in (cos, sin))
-                y = block(torch.from_numpy(x)[:, None], rope, mask, cache, layer)
-                x = y.numpy()[:, 0].copy()  # which the next one changes
-        _take(run, x, inputs)
-        outputs.append(_normed(decoder.norm if decoder.post_norm is None else decoder.post_norm, x))
+        outputs = list[Tensor]()
+        for norm, layers in ((decoder.norm, range(first)), (decoder.post_norm, range(first, len(blocks)))):
+            for shape, run in groupby(layers, lambda layer: None if (step := steps[layer]) is None else step.shape):
+                neighbours = [*run]
+                if shape is not None and shape.dtype == "float32":
+                    _take(neighbours, blocks, self._blocks, x, inputs)
+                    continue
+                for layer in neighbours:
+                    if shape is not None:
+                        self._blocks[layer](blocks[layer], x, inputs, layer)
+                    else:
+                        rope = tuple(torch.from_numpy(part)[:, None, None] for part in (cos, sin))
+                        y = blocks[layer](torch.from_numpy(x)[:, None], rope, mask, cache, layer)
+                        x = y.numpy()[:, 0].copy()  # which the next one changes
+            if norm is not None:
+                outputs.append(_normed(norm, x))
         return outputs[0], outputs[-1]
 
     def _compiles(self, decoder: Any, *tensors: Tensor) -> bool:
@@ -93,7 +102,8 @@ class DecoderStep:
         (step,) = self._blocks[:1] or [_BlockStep()]
         if not len(decoder.blocks) or not step.matches(decoder.blocks[0]) or step.shape.dtype != "float32":
             return None
-        rows, table = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1])), _array(weight)
+        # Of arrays whose numbers are no neighbours, what is compiled is compiled again.
+        rows, table = (np.ascontiguousarray(part.numpy(force=True)) for part in (x.flatten(0, -2), weight))
         out = np.empty((len(rows), len(table)), np.float32)
         compiled.logits(rows, table, out)
         return torch.from_numpy(out.reshape(*x.shape[:-1], -1))
@@ -110,11 +120,6 @@ class DecoderStep:
         own = np.ascontiguousarray(tokens.numpy()[:, :, 0])
         compiled.embed(own, decoder.offsets.numpy()[:, 0], audio, text, scale, out)
         return out
-
-
-def _array(x: Tensor) -> Array:
-    """A tensor as an array whose numbers are neighbours: of others, what is compiled is compiled again."""
-    return np.ascontiguousarray(x.numpy(force=True))
 
 
 def _normed(norm: nn.RMSNorm, x: Array) -> Tensor:
@@ -151,18 +156,37 @@ class _Inputs:
         return self._shared
 
 
-def _take(run: Sequence[tuple[Any, _BlockStep, int]], x: Array, inputs: _Inputs) -> list[Any]:
-    """Take x [B, W] through float32 blocks of one shape, in place; returns no blocks."""
-    if run:
-        (block, step, _), cache = run[0], inputs.cache
-        shape, part, (rows, slots, *_) = step.shape, block.attention, cache.keys[0].shape
-        addresses = [[*step.addresses, cache.keys[layer].data_ptr(), cache.values[layer].data_ptr()] for _, step, layer in run]
-        compiled.blocks(
-            x, inputs.writes, cache.ring, inputs.mask, inputs.cos, inputs.sin, np.float32(block.attention_norm.eps),
-            np.array(addresses), part.q.bias is not None, part.q_norm is not None, shape.mlp_width, rows, slots, shape.heads,
-            shape.kv_heads,
-        )  # fmt: skip
-    return []
+def _take(layers: Sequence[int], blocks: Sequence[Any], steps: Sequence[_BlockStep], x: Array, inputs: _Inputs) -> None:
+    """Take x [B, W] through float32 blocks of one shape, which are neighbours, in place."""
+    block, cache, shape = blocks[layers[0]], inputs.cache, steps[layers[0]].shape
+    part, (rows, slots, *_) = block.attention, cache.keys[0].shape
+    addresses = [[*steps[at].addresses, cache.keys[at].data_ptr(), cache.values[at].data_ptr()] for at in layers]
+    compiled.blocks(
+        x, inputs.writes, cache.ring, inputs.mask, inputs.cos, inputs.sin, np.float32(block.attention_norm.eps),
+        np.array(addresses), part.q.bias is not None, part.q_norm is not None, shape.mlp_width, rows, slots, shape.heads,
+        shape.kv_heads,
+    )  # fmt: skip
+
+
+class _Fingerprint:
+    """The modules and parameters beneath a module, itself among them, as they are: to compare them all takes as long as a small
+    model's block."""
+
+    def __init__(self, module: nn.Module) -> None:
+        modules = list(module.modules())
+        self._children = [(children(part), [*children(part).values()]) for part in modules]
+        self._own = [(own_parameters(part), [*map(id, own_parameters(part).values())]) for part in modules]
+        self._weights = [p for part in modules for p in own_parameters(part).values() if p is not None]
+        self._addresses = [weight.data_ptr() for weight in self._weights]
+        self.hooks = [hooks for part in modules for hooks in forward_hooks(part)]
+
+    def same(self) -> bool:
+        """Whether all of them are there still, and no others, with their numbers where they were."""
+        return (
+            all([*now.values()] == before for now, before in self._children)
+            and all([*map(id, now.values())] == before for now, before in self._own)
+            and [weight.data_ptr() for weight in self._weights] == self._addresses
+        )
 
 
 class _BlockStep:
@@ -175,7 +199,7 @@ class _BlockStep:
 
     def __init__(self) -> None:
         self._block: nn.Module | None = None
-        self._parts: Fingerprint | None = None
+        self._parts: _Fingerprint | None = None
         self.shape: Any = None
         self.addresses: list[int] = []
         self._held: list[Array] = []
@@ -184,7 +208,7 @@ class _BlockStep:
         """Whether the block is compiled: it can be, and nothing acts beside a part."""
         if block is not self._block or self._parts is None or not self._parts.same():
             self._look(block)
-        return self.shape is not None and not self._parts.has_forward_hooks()  # type: ignore[union-attr]
+        return self.shape is not None and not any(self._parts.hooks)  # type: ignore[union-attr]
 
     def _look(self, block: Any) -> None:
         """Take the block's weights as arrays, where they can be; those of one input become parts of one."""
@@ -206,7 +230,7 @@ class _BlockStep:
                     arrays = [fuse_weights(group).numpy() if group else _NONE for group in groups]
         addresses = [array.ctypes.data for array in arrays]
         # Of this thread: another may do the same at once.
-        self._block, self._parts, self.shape, self._held, self.addresses = block, Fingerprint(block), shape, arrays, addresses
+        self._block, self._parts, self.shape, self._held, self.addresses = block, _Fingerprint(block), shape, arrays, addresses
 
     def __call__(self, block: nn.Module, x: Array, inputs: _Inputs, layer: int) -> None:
         """Take x [B, W] through a block in int8, in place."""
@@ -266,15 +290,3 @@ def step_shape(block: nn.Module) -> StepShape | None:
     else:
         return None
     return StepShape(dtype, part.q.in_features, part.heads, part.kv_heads, part.head_dim, mlp.down.in_features)
-
-
-@torch.inference_mode()
-def prepare(model: Any) -> None:
-    """Compile what a model's steps take before the first question: half a minute once on a processor, then read from numba's
-    cache."""
-    decoder = model.decoder
-    if not decoder.fast or all(step_shape(block) is None for block in decoder.blocks):
-        return
-    LOG.info("compiling steps; the first time on a processor it takes half a minute")
-    column = torch.zeros(1, len(decoder.layout), 1, dtype=torch.long)
-    decoder.logits(decoder(column, input_pos=torch.zeros(1, 1, dtype=torch.long), cache=model.make_cache(1, 1)))

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omni.cpu.int8 import Int8Linear
+from omni.cpu import is_int8
 from omni.errors import UserError
 from omni.lora import attach as lora
 from omni.model.linears import checksum_of, crc_of, dense_weight, is_quantized, plain_checksum
@@ -247,7 +247,7 @@ class Edits:
             if signature(name, part) == known:
                 continue
             if plain_checksum(part) == known:
-                if isinstance(part, Int8Linear):  # within half a step of the weight that they were made for
+                if is_int8(part):  # within half a step of the weight that they were made for
                     continue
                 why = "it was made for this weight before it was quantised; make the edits on the quantised model"
             elif weight_of(part).dtype == torch.float16:
@@ -397,5 +397,6 @@ def edited_everywhere(model: nn.Module, edits: Edits) -> Iterator[None]:
     """Attach edits to every row while a block runs, besides the adapters and edits that are active there."""
     with attached(model, [edits]) as (name,):
         assert name is not None
-        lora.activate_edits(model, name)
+        with lora.CHANGING:
+            lora.active_of(model).edits += (name,)
         yield

@@ -27,7 +27,7 @@ from omni.generate.history import Exchange
 from omni.generate.prefill import Fork, Prefill, pack
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
 from omni.generate.runner import Runner
-from omni.lora.attach import active_edits, changes, selection_of, using
+from omni.lora.attach import active_of, selection_of, using
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import finish_queued
@@ -79,7 +79,8 @@ class Entering:
 
     def __init__(self, runner: Runner, placed: Sequence[Running]) -> None:
         self.runner, model, first = runner, runner.model, placed[0]
-        under = active_edits(model), changes(model)
+        active = active_of(model)
+        under = active.edits, active.changes
         left = [len(running.keys) - running.seat.held.shared(running.keys, under) for running in placed]
         alike = [r for r, n in zip(placed, left, strict=True) if r.fork is None and left[0] / ALIKE <= n <= left[0] * ALIKE]
         self.answers = alike[:TOGETHER] if first.fork is None else [first]

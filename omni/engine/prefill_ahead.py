@@ -27,7 +27,7 @@ from omni.generate.prefill import Prefill, pack
 from omni.generate.question import Asked, encode_questions, is_finite
 from omni.generate.runner import Runner
 from omni.layout import Layout
-from omni.lora.attach import CHANGING, RowSelection, active_edits, changes, selection_of, using
+from omni.lora.attach import CHANGING, RowSelection, active_of, selection_of, using
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn
 from omni.utils.hardware import finish_queued
@@ -86,7 +86,8 @@ def feed(runner: Runner, refill: Refill, columns: int) -> int:
     norm = model.decoder.norm.weight
     if seat.slot is None or (cache.device, cache.dtype) != (norm.device, norm.dtype):
         return 0  # the model was moved or cast: the next question makes another cache
-    under, held = (active_edits(model), changes(model)), seat.held
+    active, held = active_of(model), seat.held
+    under = active.edits, active.changes
     after: Key = ()  # in the place of the question, which is not fed
     start = held.shared([*keys, after], under)
     if start == len(keys):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.config import to_dict
-from omni.cpu.int8 import is_int8
+from omni.cpu import is_int8
 from omni.errors import UserError
 from omni.files import cache_folder, write_json
 from omni.generate.options import GREEDY

@@ -39,7 +39,7 @@ from omni.generate.question import (
     take_all,
 )
 from omni.generate.turn_end import TurnFrames, TurnListener
-from omni.lora.attach import active_edits, changes
+from omni.lora.attach import active_of
 from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Task, Turn, find_task
@@ -351,7 +351,8 @@ class FeatureStream:
 
     def _begin(self) -> None:
         """Begin to encode; what was encoded is lost where the model is another by now."""
-        model, under = self._model, (active_edits(self._model), changes(self._model), self._model.device)
+        model, active = self._model, active_of(self._model)
+        under = active.edits, active.changes, model.device
         if self._stream is None:
             self._stream, self._under = model.encoder.stream(), under
         self.lost |= under != self._under

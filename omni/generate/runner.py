@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from itertools import product
+from itertools import chain, product
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from omni.generate.rows import RowState, RunnerRow, Start, StepOutput, StepPlan, StepRecords
 from omni.generate.sampling import Mode
-from omni.lora.attach import RowSelection, active_edits, all_names, attached_names, changes, using
+from omni.lora.attach import RowSelection, active_of, adapted, names_in, using
 from omni.model.decoder import Hidden
 from omni.model.kv_cache import KVCache
 from omni.model.speech_model import SpeechModel
@@ -154,7 +154,7 @@ class Runner:
         self._decode: Any = torch.compile(model) if compile else model
         self._chunk = chunk
         self._selection: list[RowSelection] = []
-        self._changes = changes(model)
+        self._changes = active_of(model).changes
         self._device = device
         self._records = StepRecords(self.layout)
         self.rows: list[RunnerRow | None] = []
@@ -197,9 +197,9 @@ class Runner:
         if selection is None:
             return 0
         if not any(self.rows) and selection not in self._selection:  # adapters and edits that the model no longer has go
-            names = attached_names(self.model)
-            self._selection = [each for each in self._selection if names.issuperset(all_names([each]))]
-            self._graphs.keep(lambda plan: names.issuperset({*plan.everywhere, *all_names(plan.selection)}))
+            names = {None, *(name for part in adapted(self.model).values() for name in (*part.pairs, *part.attached))}
+            self._selection = [each for each in self._selection if names.issuperset(names_in(each))]
+            self._graphs.keep(lambda plan: names.issuperset([*plan.everywhere, *chain(*map(names_in, plan.selection))]))
         if selection not in self._selection:
             used = {row.selection for row in self.rows if row is not None}
             free = next((i for i, other in enumerate(self._selection) if other not in used), len(self._selection))
@@ -295,7 +295,7 @@ class Runner:
         mixed = len(used) > 1
         selection = tuple(self._selection) if mixed else tuple(each for each in used if each is not None)
         modes = audio_mode if audio else mode, text_mode if text else mode
-        edits = active_edits(self.model)
+        edits = active_of(self.model).edits
         logprobs = any(row.logprobs for row in chosen)
         return StepPlan(slots, text, audio, coupled, resting, *modes, visible, selection, mixed, edits, logprobs)
 
@@ -340,9 +340,9 @@ class Runner:
 
         Rehearsals have every row done, so that they write to the spare slot only.
         """
-        if self._changes != changes(self.model):
+        if self._changes != active_of(self.model).changes:
             self._graphs.keep(lambda plan: False)
-            self._changes = changes(self.model)
+            self._changes = active_of(self.model).changes
         if plan in self._graphs:
             return
         self._graphs.capture(plan, lambda: self._forward(plan), self.state.written(), self.state.idle)

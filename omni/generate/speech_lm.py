@@ -28,10 +28,7 @@ import torch
 from omni.checkpoint.folder import load_folder
 from omni.checkpoint.places import find_adapter
 from omni.codec.base import AudioCodec
-from omni.cpu import compiled
-from omni.cpu.int8 import is_int8
-from omni.cpu.products import takes_bf16, use_fast
-from omni.cpu.step import prepare
+from omni.cpu import compiled, is_int8, takes_bf16, use_fast
 from omni.edit.deltas import Bases, Edits, attach_edits, attached, edited_everywhere
 from omni.engine.answer import Pace, WhenFull
 from omni.engine.conversation import Conversation, LocalLink
@@ -44,7 +41,7 @@ from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session, Sessions
 from omni.generate.speech_time import SpeechTime
-from omni.lora.attach import activate, active_names, adapter_names, attach, detach, kept, remove_adapter, selection_of
+from omni.lora.attach import activate, active_of, adapter_names, attach, detach, kept, remove_adapter, selection_of
 from omni.lora.peft import check_base, load_adapter
 from omni.model.linears import base_weight, fuse, has_weight, linears_of
 from omni.model.speech_model import SpeechModel
@@ -128,7 +125,7 @@ class SpeechLM(Sessions):
             dtype: of the weights: `float32`, `bfloat16` or `float16`; None and `auto` keep them as they are stored.
             quantize: `int8` for linears and tables in int8 (`omni.cpu.int8`), on a CPU; a folder in int8 is so anyway.
             codec_folder: the codec's weights, where they are not in the folder.
-            kernels: `fast` takes what is faster by the rule of `omni.cpu.products`, bfloat16 included; `reference` does not.
+            kernels: `fast` takes what is faster by the rule of `omni.cpu`, bfloat16 included; `reference` does not.
             chunk_ms: how much of a question a chunked encoder hears at once, 0 for all of it; None for what is stored.
         """
         start = time.perf_counter()
@@ -151,7 +148,7 @@ class SpeechLM(Sessions):
                 LOG.info("bfloat16, which this processor multiplies faster than float32; dtype float32 keeps float32")
             use_fast(model)
             starting.join()
-            prepare(model)
+            model.decoder.step.prepare(model)
         elif kernels == "fast" and target.type == "cuda":
             fuse(model.decoder)
         spoken = SpeechTime.read(loaded.extra, f"{folder}/config.json")
@@ -185,7 +182,7 @@ class SpeechLM(Sessions):
                 f"adapter {folder} brings {whole[0]} whole, which all sessions share; merge it into a model of its own: "
                 "omni-train convert MODEL TARGET --lora ADAPTER"
             )
-        linears, selection = linears_of(model), active_names(model)
+        linears, selection = linears_of(model), active_of(model).names
         if weights.pairs.keys() <= linears.keys():
             check_base(weights, lambda target: base_weight(linears[target]), str(folder))
         pairs = weights.modules()

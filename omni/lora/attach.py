@@ -23,7 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from functools import reduce
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,8 @@ class Active:
         names: adapters that act on every row, added up.
         edits: edits that act on every row, whatever adapters it has.
         used: adapters of the answers under way, one entry for each answer.
-        changes: how often adapters were attached, removed or activated.
+        changes: how often adapters were attached, removed or activated. Who keeps what was computed with them (a cache, a
+            captured graph) compares it: the same name may be another adapter's, with other weights.
     """
 
     names: tuple[str, ...] = ()
@@ -63,10 +65,9 @@ RowSelection = str | tuple[str | None, ...] | None
 """Selection of one row: an adapter (None: the model's active ones), or a tuple of that and names of edits."""
 
 
-def all_names(several: Sequence[RowSelection]) -> list[str]:
-    """All names of adapters and edits in several selections."""
-    named = [name for selection in several for name in (selection if isinstance(selection, tuple) else (selection,))]
-    return [name for name in named if name is not None]
+def names_in(selection: RowSelection) -> tuple[str | None, ...]:
+    """The adapter of a selection, and its edits."""
+    return selection if isinstance(selection, tuple) else (selection,)
 
 
 @dataclass(frozen=True)
@@ -82,20 +83,15 @@ class Selection:
     names: tuple[RowSelection, ...]
     index: Tensor | None = None
 
-    def only(self, number: int, x: Tensor) -> Tensor:
-        """x [B, ...] with zeros in all rows but those of selection `number`."""
-        return x if self.index is None else torch.where((self.index == number).view(-1, *[1] * (x.ndim - 1)), x, 0)
-
 
 BASE = Selection(("",))
 """No adapter for any row: the weights below them, and the edits that act on every row."""
 
-_CHOICE: ContextVar[Selection | None] = ContextVar("adapters", default=None)
+ACTIVE = Selection((None,))
+"""The model's active adapters, and the edits that act on every row."""
 
-
-def current() -> Selection | None:
-    """The selection of the innermost running block of `using`."""
-    return _CHOICE.get()
+_CHOICE: ContextVar[Selection] = ContextVar("adapters", default=ACTIVE)
+"""The selection of the innermost running block of `using`."""
 
 
 @contextmanager
@@ -174,55 +170,30 @@ class Adapters(nn.Module):
         self.active = active
         self.attached: Mapping[str, Pair] = {}
 
-    def pair(self, name: str) -> LowRank | None:
-        return self._modules.get(name)  # type: ignore[return-value]
-
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._modules)
+    def pairs(self) -> dict[str, LowRank]:
+        """The pairs of adapters by name."""
+        return self._modules  # type: ignore[return-value]
 
-    def active_pairs(self) -> list[LowRank]:
-        """Pairs of the adapters that act on every row."""
-        pairs = [self.pair(name) for name in self.active.names]
-        return [pair for pair in pairs if pair is not None]
-
-    def everywhere(self) -> list[Pair]:
-        """Pairs of adapters and edits that act on rows without a selection of their own."""
-        return [*self.active_pairs(), *self._edits(self.active.edits)]
-
-    def _edits(self, names: Sequence[str | None]) -> list[Pair]:
+    def pairs_of(self, selection: RowSelection = None) -> list[Pair]:
+        """The pairs that act on rows with a selection of their own, or without one."""
+        adapter, *edits = names_in(selection)
         attached = self.attached  # read once: another thread may replace the mapping
-        return [attached[name] for name in names if name is not None and name in attached]
-
-    def _of(self, selection: RowSelection) -> list[Pair]:
-        """The pairs that act on rows with this selection."""
-        adapter, *edits = selection if isinstance(selection, tuple) else (selection,)
-        if adapter is None:
-            return [*self.everywhere(), *self._edits(edits)]
-        pair = self.pair(adapter)
-        return [*([] if pair is None else [pair]), *self._edits(self.active.edits), *self._edits(edits)]
+        pairs = [self.pairs.get(name) for name in (self.active.names if adapter is None else (adapter,))]
+        changes = [attached.get(name) for name in (*self.active.edits, *edits) if name is not None]
+        return [pair for pair in (*pairs, *changes) if pair is not None]
 
     def forward(self, x: Tensor) -> Tensor | None:
         """The tensor that is added to the linear's output; None where no pair acts."""
-        choice = current()
-        if choice is None:
-            return _total(self.everywhere(), x)
-        total = None if choice.index is None else _total(self.everywhere(), x)
-        if total is not None:
-            total = choice.only(0, total)
-        for number, selection in enumerate(choice.names, 1):
-            added = _total(self._of(selection), x)
-            if added is not None:
-                delta = choice.only(number, added)
-                total = delta if total is None else total + delta
+        choice, total = _CHOICE.get(), None
+        for number, selection in enumerate(choice.names if choice.index is None else (None, *choice.names)):
+            pairs = self.pairs_of(selection)
+            if pairs:
+                added = reduce(torch.add, (pair(x) for pair in pairs))
+                if choice.index is not None:
+                    added = torch.where((choice.index == number).view(-1, *[1] * (x.ndim - 1)), added, 0)
+                total = added if total is None else total + added
         return total
-
-
-def _total(pairs: Sequence[Pair], x: Tensor) -> Tensor | None:
-    total = None
-    for pair in pairs:
-        total = pair(x) if total is None else total + pair(x)
-    return total
 
 
 def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out: Tensor) -> Tensor:
@@ -233,7 +204,7 @@ def _add(linear: Any, args: tuple[Tensor, ...], named: Mapping[str, Tensor], out
 
 @contextmanager
 def changing(model: nn.Module) -> Iterator[None]:
-    """Has one thread at a time change the adapters of a model, and counts the change (`changes`)."""
+    """Has one thread at a time change the adapters of a model, and counts the change."""
     with CHANGING:
         try:
             yield
@@ -241,18 +212,7 @@ def changing(model: nn.Module) -> Iterator[None]:
             active_of(model).changes += 1
 
 
-def changes(model: nn.Module) -> int:
-    """Number of times that adapters were attached, removed or activated. Who keeps what was computed with
-    them (a cache, a captured graph) compares it: the same name may be another adapter's, with other weights."""
-    return active_of(model).changes
-
-
 # --- adapters of a model ----------------------------------------------------------------------------------------------
-
-
-def linear_of(model: nn.Module, name: str) -> nn.Linear:
-    """The linear of that name."""
-    return cast(nn.Linear, model.get_submodule(name))
 
 
 def adapted(model: nn.Module) -> dict[str, Adapters]:
@@ -264,12 +224,7 @@ def adapted(model: nn.Module) -> dict[str, Adapters]:
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the model's adapters, in the order in which they were added."""
-    return list(dict.fromkeys(name for part in adapted(model).values() for name in part.names))
-
-
-def active_names(model: nn.Module) -> tuple[str, ...]:
-    """The adapters that act on every row."""
-    return active_of(model).names
+    return list(dict.fromkeys(name for part in adapted(model).values() for name in part.pairs))
 
 
 def add_adapter(model: nn.Module, config: LoRAConfig, name: str = DEFAULT) -> list[str]:
@@ -302,7 +257,7 @@ def attach(model: nn.Module, pairs: Mapping[str, LowRank], name: str = DEFAULT) 
         _check_pairs(model, pairs, name)
         active = _add_hooks(model, pairs)
         for target, pair in pairs.items():
-            linear: Any = linear_of(model, target)
+            linear: Any = model.get_submodule(target)
             more, rank = linear.out_features - len(pair.b), pair.b.shape[1]
             if more:
                 pair.b = nn.Parameter(torch.cat([pair.b.detach(), pair.b.new_zeros(more, rank)]))
@@ -337,7 +292,7 @@ def _add_hooks(model: nn.Module, targets: Iterable[str]) -> Active:
     present, active = adapted(model), active_of(model)
     for target in targets:
         if target not in present:
-            linear: Any = linear_of(model, target)
+            linear: Any = model.get_submodule(target)
             linear.lora = Adapters(active)
             linear.register_forward_hook(_add, with_kwargs=True)
     return active
@@ -346,10 +301,9 @@ def _add_hooks(model: nn.Module, targets: Iterable[str]) -> Active:
 def _remove_hook(linear: nn.Module) -> None:
     """Undo `_add_hooks` on a linear that has no pairs any more."""
     part = getattr(linear, "lora", None)
-    if not isinstance(part, Adapters) or part.names or part.attached:
-        return
-    remove_forward_hook(linear, _add)
-    del linear.lora
+    if isinstance(part, Adapters) and not part.pairs and not part.attached:
+        remove_forward_hook(linear, _add)
+        del linear.lora
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
@@ -361,8 +315,8 @@ def remove_adapter(model: nn.Module, name: str) -> None:
             raise UserError(f"adapter {name!r} is used by an answer under way; end that answer, or cancel it, first")
         active.names = tuple(n for n in active.names if n != name)
         for target, part in adapted(model).items():
-            children(part).pop(name, None)
-            _remove_hook(linear_of(model, target))
+            part.pairs.pop(name, None)
+            _remove_hook(model.get_submodule(target))
 
 
 @contextmanager
@@ -396,18 +350,7 @@ def detach(model: nn.Module, name: str) -> None:
         active.edits = tuple(n for n in active.edits if n != name)
         for target, part in adapted(model).items():
             part.attached = {n: pair for n, pair in part.attached.items() if n != name}
-            _remove_hook(linear_of(model, target))
-
-
-def activate_edits(model: nn.Module, name: str) -> None:
-    """Apply attached edits to every row, whatever adapters it has."""
-    with CHANGING:
-        active_of(model).edits += (name,)
-
-
-def active_edits(model: nn.Module) -> tuple[str, ...]:
-    """The edits that act on every row."""
-    return active_of(model).edits
+            _remove_hook(model.get_submodule(target))
 
 
 def activate(model: nn.Module, *names: str) -> None:
@@ -432,12 +375,7 @@ def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.d
 
 def _adapters_in(rows: Sequence[RowSelection]) -> list[str]:
     """The adapters that selections name, one entry for each."""
-    return [name for selection in rows if (name := selection[0] if isinstance(selection, tuple) else selection) is not None]
-
-
-def attached_names(model: nn.Module) -> set[str]:
-    """The names of all adapters and attached edits."""
-    return {name for part in adapted(model).values() for name in (*part.names, *part.attached)}
+    return [name for selection in rows if (name := names_in(selection)[0]) is not None]
 
 
 def check_known(model: nn.Module, names: Sequence[str]) -> None:
@@ -455,7 +393,7 @@ def low_rank(linear: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor] | Non
     where none is active.
     """
     part = getattr(linear, "lora", None)
-    pairs = part.everywhere() if isinstance(part, Adapters) else []
+    pairs = part.pairs_of() if isinstance(part, Adapters) else []
     if not pairs:
         return None
     return torch.cat([pair.low(x) for pair in pairs], dim=-1), torch.cat([pair.up for pair in pairs], dim=1)

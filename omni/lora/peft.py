@@ -128,7 +128,7 @@ def weights_of(
         whole: parameters that were trained beside it.
         base: see `AdapterWeights`.
     """
-    added = {target: pair for target, part in adapted(model).items() if (pair := part.pair(DEFAULT)) is not None}
+    added = {target: pair for target, part in adapted(model).items() if (pair := part.pairs.get(DEFAULT)) is not None}
     if not added:
         check_known(model, [DEFAULT])
     first = next(iter(added.values()))
@@ -400,10 +400,9 @@ def _merged_weight(target: str, linear: nn.Linear, part: Adapters | None, state:
     own = dense_weight(linear).float().cpu() if is_quantized(linear) else state[f"{target}.weight"]
     total = own.float()
     for name in part.active.names if part is not None else ():
-        pair = part.pair(name)  # type: ignore[union-attr]
-        if pair is not None:
+        if name in part.pairs:  # type: ignore[union-attr]
             down, up = (state[f"{target}.lora.{name}.{half}"].float().to(total.device) for half in "ab")
-            total = total + (up @ down) * pair.scale
+            total = total + (up @ down) * part.pairs[name].scale  # type: ignore[union-attr]
     return total.to(own.dtype)
 
 

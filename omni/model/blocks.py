@@ -17,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import DecoderConfig
-from omni.cpu.int8 import Normed, normed, together
-from omni.cpu.products import apply
+from omni.cpu import Normed, linear, normed, together
 from omni.model.attention import PackedRows, attention
 from omni.model.kv_cache import Cache
-from omni.model.linears import fused_product
 from omni.model.recompute import selectively
 
 
@@ -101,9 +99,9 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor | Normed, rope: tuple[Tensor, Tensor], mask: Tensor | PackedRows | None, cache: Cache | None, layer: int
     ) -> Tensor:
-        whole, many = _side_by_side(x, self.q, self.k, self.v), self.heads + self.kv_heads
+        whole, many = together(x, self.q, self.k, self.v), self.heads + self.kv_heads
         if whole is None:
-            q, k, v = (apply(self.fast, part, _whole(x)) for part in (self.q, self.k, self.v))
+            q, k, v = (linear(self.fast, part, x) for part in (self.q, self.k, self.v))
             both = torch.cat([q, k], dim=2)
         else:
             both, v = whole.split([many * self.head_dim, self.kv_heads * self.head_dim], -1)
@@ -127,9 +125,7 @@ class Attention(nn.Module):
             y = attention(q, k, v, mask)
         else:
             y = attention(q.transpose(1, 2), k, v, mask, mask is None, group > 1).transpose(1, 2)
-        y = y.reshape(b, t, -1)
-        out = together(y, self.out)
-        return apply(self.fast, self.out, y) if out is None else out
+        return linear(self.fast, self.out, y.reshape(b, t, -1))
 
 
 class SwiGLU(nn.Module):
@@ -145,25 +141,14 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, out or width, bias=bias)
 
     def forward(self, x: Tensor | Normed) -> Tensor:
-        whole = _side_by_side(x, self.gate, self.up)
+        whole = together(x, self.gate, self.up)
         if whole is None:
-            gate, up = (apply(self.fast, part, _whole(x)) for part in (self.gate, self.up))
+            gate, up = (linear(self.fast, part, x) for part in (self.gate, self.up))
             inner = F.silu(gate) * up
         else:
             gate, up = whole.chunk(2, -1)
             inner = F.silu(gate).mul_(up)  # nothing is differentiated where they are one
-        out = together(inner, self.down)
-        return apply(self.fast, self.down, inner) if out is None else out
-
-
-def _side_by_side(x: Tensor | Normed, *linears: nn.Linear) -> Tensor | None:
-    """Outputs of linears of one input where they are one product, in int8 or fused; else None."""
-    out = together(x, *linears)
-    return fused_product(x, *linears) if out is None and isinstance(x, Tensor) else out
-
-
-def _whole(x: Tensor | Normed) -> Tensor:
-    return x.whole() if isinstance(x, Normed) else x
+        return linear(self.fast, self.down, inner)
 
 
 class Block(nn.Module):

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import DecoderConfig
-from omni.cpu.int8 import Int8Embedding
-from omni.cpu.products import apply, product
+from omni.cpu import Int8Embedding, linear
 from omni.cpu.step import DecoderStep
 from omni.layout import Layout
 from omni.model.attention import PackedRows, multiplied_in, takes_packed
@@ -46,7 +45,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.layout = config, layout
         self.checkpointing: Recompute = False
-        self._step = DecoderStep()
+        self.step = DecoderStep()
         sizes = [s.vocabulary for s in layout.audio]
         self.audio_offsets = (0, *accumulate(sizes))
         self.text_embedding = nn.Embedding(layout.text.vocabulary, config.width)
@@ -134,7 +133,7 @@ class Decoder(nn.Module):
             present, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
             raise ValueError(f"{present} was given without {absent}: give both to generate over a cache, or neither to train")
         if input_pos is not None and isinstance(cache, KVCache) and positions is None and features is None:
-            stepped = self._step(self, tokens, input_pos, cache)
+            stepped = self.step(self, tokens, input_pos, cache)
             if stepped is not None:
                 return Hidden(*stepped)
         x = self.embed(tokens, features, feature_index)
@@ -186,19 +185,15 @@ class Decoder(nn.Module):
 
     def text_logits(self, hidden: Hidden) -> Tensor:
         """[..., V of text]."""
-        head = self.text_embedding if self.text_head is None else self.text_head
-        if (compiled := self._step.logits(self, head, hidden.text)) is not None:
-            return compiled
-        if self.text_head is not None:
-            return apply(self.fast, self.text_head, hidden.text)
-        if isinstance(self.text_embedding, Int8Embedding):
-            return self.text_embedding.head()(hidden.text)
-        return product(self.fast, hidden.text, self.text_weight)
+        return self._head_logits(self.text_embedding if self.text_head is None else self.text_head, hidden.text)
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
         """[..., sum of the audio vocabularies]; `split_audio` splits it by stream."""
-        compiled = self._step.logits(self, self.audio_head, hidden.audio)
-        return apply(self.fast, self.audio_head, hidden.audio) if compiled is None else compiled
+        return self._head_logits(self.audio_head, hidden.audio)
+
+    def _head_logits(self, head: nn.Module, x: Tensor) -> Tensor:
+        logits = self.step.logits(self, head, x)
+        return linear(self.fast, head, x) if logits is None else logits
 
     def split_audio(self, logits: Tensor) -> Iterator[Tensor]:
         for low, high in pairwise(self.audio_offsets):

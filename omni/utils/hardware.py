@@ -85,7 +85,7 @@ def check_quantize(name: object, device: str = "cpu") -> None:
 
 
 KERNELS = ("fast", "reference")
-"""Forms of products and steps: the fastest by the rule of `omni.cpu.products`, or `F.linear` and modules alone."""
+"""Forms of products and steps: the fastest by the rule of `omni.cpu`, or `F.linear` and modules alone."""
 
 
 def check_kernels(name: object) -> None:

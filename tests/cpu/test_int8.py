@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from omni.cpu import int8
-from omni.cpu.int8 import Int8Embedding, Int8Linear, Normed, largest_of, normed, to_int8, together, whole_numbers
+from omni.cpu import int8, normed, together
+from omni.cpu.int8 import Int8Embedding, Int8Linear, Normed, largest_of, to_int8, whole_numbers
 from omni.errors import UserError
 from omni.model.blocks import RMSNorm
 from omni.model.speech_model import SpeechModel

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from omni import cpu
 from omni.checkpoint.folder import save_folder
 from omni.checkpoint.places import WEIGHTS
-from omni.cpu import compiled, compiled_int8, products
+from omni.cpu import compiled, compiled_int8, product, takes_bf16, use_fast
 from omni.cpu.int8 import to_int8
-from omni.cpu.products import product, takes_bf16, use_fast
 from omni.cpu.step import step_shape
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
@@ -43,16 +43,16 @@ def weight_first(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     calls: list[int] = []
     real = torch.mm
     features = {"architecture": "x86_64", "cpu_name": request.param}
-    monkeypatch.setattr(products, "cpu_features", lambda: features)
+    monkeypatch.setattr(cpu, "cpu_features", lambda: features)
     monkeypatch.setattr(torch, "mm", lambda weight, rows: calls.append(rows.shape[1]) or real(weight, rows))
-    products.weight_first.cache_clear()
+    cpu.weight_first.cache_clear()
     yield calls
-    products.weight_first.cache_clear()
+    cpu.weight_first.cache_clear()
 
 
 def test_few_rows_have_the_weight_first_where_mkl_is_slow(weight_first: list[int], model: SpeechModel) -> None:
     """In float32, for inference, without anything beside a linear, and alike to rounding."""
-    amd = products.weight_first()
+    amd = cpu.weight_first()
     for count in (1, 2, 3, 8, 9):
         x, weight, bias = (torch.randn(*shape) for shape in ((count, 300), (70, 300), (70,)))
         weight_first.clear()
@@ -86,7 +86,7 @@ def test_few_rows_have_the_weight_first_where_mkl_is_slow(weight_first: list[int
 def test_amx_takes_a_large_float32_model_as_bfloat16(
     amx: bool, width: int, takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "cpu_features", lambda: {"amx_bf16": amx})
+    monkeypatch.setattr(cpu, "cpu_features", lambda: {"amx_bf16": amx})
     model = nn.Sequential(nn.Linear(width, width))
     assert takes_bf16(model) is takes and not takes_bf16(model.to(torch.bfloat16))
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from omni.cpu import use_fast
 from omni.cpu.int8 import to_int8
-from omni.cpu.products import use_fast
 from omni.edit.deltas import Delta, Edits
 from omni.engine import answer, stepping
 from omni.engine.batch import Slots

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from omni.cpu import use_fast
 from omni.cpu.int8 import to_int8
-from omni.cpu.products import use_fast
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.close import assert_near

@@ -226,7 +226,7 @@ class Activations:
         if self.cuda and p == 4:
             attended += 2 * p * (q - kv)  # under a mask, keys and values are copied for each head
         inner = c.mlp_width * (out * (2 + (not self.compiled)) + p * self._copies(mlp.down))
-        pairs = [pair for part in adapted(block).values() for pair in part.active_pairs()]
+        pairs = [part.pairs[name] for part in adapted(block).values() for name in part.active.names if name in part.pairs]
         low = p * sum(2 * len(pair.a) for pair in pairs)
         products = p * (both + 2 * c.width + 2 * c.mlp_width + sum(len(pair.b) for pair in pairs)) + 4 * c.heads + low
         return norms + p * c.width * inputs + attended + inner + low, self.r * c.width + products

@@ -20,7 +20,7 @@ from omni.codec.registry import CODECS, load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.encoder.base import Encoder
 from omni.errors import UserError
-from omni.lora.attach import add_adapter, attach, linear_of, linears_of
+from omni.lora.attach import add_adapter, attach, linears_of
 from omni.lora.peft import AdapterWeights, check_base, load_adapter, replace_whole, save_adapter, weights_of
 from omni.model.linears import base_checksum, base_weight, crc_of, quantize
 from omni.model.speech_model import SpeechModel
@@ -198,7 +198,7 @@ def apply_lora(
     if section.quantize is not None:
         share = group.broadcast if group is not None and group.world > 1 else None
         names = quantize(model, section.quantize, section.quantize_targets, dtype, share)
-        held = {name: linear_of(model, name) for name in names}
+        held = {name: linear for name, linear in linears_of(model).items() if name in names}
         biases = [f"{name}.bias" for name, linear in held.items() if linear.bias is not None]
         for name in match_names(section.trainable, biases, "lora.trainable", strict=False):  # bitsandbytes casts them in place
             held[name.removesuffix(".bias")].compute_dtype = torch.float32  # type: ignore[assignment]
