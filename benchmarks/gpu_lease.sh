@@ -7,7 +7,7 @@
 # Checks, in this order by default: tests, of benchmarks/gpu_training.py, of benchmarks/gpu_serving.py.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-WHEELS="annotated-types cffi datasets dill espeakng-loader importlib-resources jiwer jsonargparse lightning-fabric
+WHEELS="annotated-types cffi datasets dill espeakng-loader importlib-resources docstring-parser jiwer lightning-fabric
 lightning-utilities more-itertools multiprocess pycodec2 pycparser pydantic pydantic-core rapidfuzz snac soundfile
 torchdata torchjd typeshed-client typing-inspection"
 VERSION=${VERSION:-3.12}  # of Python there

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
-
 from infer.options import SOUND, TEXT, AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
 from omni.errors import UserError, closest
-from omni.utils.arguments import StrictParser, is_option
+from omni.utils.arguments import Parser, is_option
 from omni.utils.configuration import read_yaml, validate
 
 COMMANDS: dict[str, type[Any]] = {
@@ -27,58 +25,44 @@ COMMANDS: dict[str, type[Any]] = {
 
 Command = AskOptions | ChatOptions | ServeOptions | BenchOptions | QuantizeOptions
 
-DESCRIPTION = (
-    "Talk to a speech language model. With any command, --plugin NAME imports a module of one's own, such as "
-    "my_package.my_module, that brings the model's codec, encoder or task (docs/extending.md)."
-)
+HELP = """usage: omni-infer COMMAND [options]
+
+Talk to a speech language model.
+
+{commands}
+
+  --plugin    with any command: a module of one's own, such as my_package.my_module, that brings the model's codec, encoder or
+              task (docs/extending.md)
+
+`omni-infer COMMAND --help` explains a command."""
 
 
-class InferParser(StrictParser, jsonargparse.ArgumentParser):
-    """The parser of a command."""
-
-    mistake = jsonargparse.ArgumentError
-    rare: Sequence[str] = ()
-    """Options of the command that are set in the file of `--config` alone."""
-
-    def check_option(self, name: str, value: str | None) -> None:
-        if name[2:] in self.rare:
-            raise UserError(f"{name} is set in the file of --config; write {name[2:]}: VALUE there")
-        super().check_option(name, value)
-
-
-def build_parser() -> InferParser:
-    """The parser of `omni-infer`, with one subcommand per entry of `COMMANDS`."""
-    parser = InferParser(prog="omni-infer", description=DESCRIPTION)
-    commands = parser.add_subcommands(metavar="COMMAND", title="commands")
-    for name, command in COMMANDS.items():
-        commands.add_subcommand(name, command_parser(name), help=(command.__doc__ or "").strip().splitlines()[0])
-    return parser
-
-
-def command_parser(name: str) -> InferParser:
+def command_parser(name: str) -> Parser:
     """The parser of a command: one argument per field of its dataclass that was made with `option`."""
     command = COMMANDS[name]
-    parser = InferParser(prog=f"omni-infer [options] {name}", description=(command.__doc__ or "").strip())
-    hints = typing.get_type_hints(command)
+    parser, hints = Parser(f"omni-infer {name}", inspect.getdoc(command) or ""), typing.get_type_hints(command)
     rank = {name: index for index, owner in reversed([*enumerate(command.__mro__)]) for name in inspect.get_annotations(owner)}
-    parser.rare = [f.name for f in dataclasses.fields(command) if "rare" in f.metadata]
     for f in sorted(dataclasses.fields(command), key=lambda f: rank[f.name]):  # its own first
-        if "help" not in f.metadata or f.name in parser.rare:
+        if "help" not in f.metadata or "rare" in f.metadata:
             continue
         more = dict(f.metadata)
         positional = more.pop("positional", False)
         if hints[f.name] is bool:
             more["action"] = "store_true"
         elif isinstance(f.default, tuple):
-            more |= {"type": str, "nargs": "*" if positional else "+", "default": []}
-            more |= {} if positional else {"action": "extend"}
-        else:
-            more |= {} if positional and "nargs" not in more else {"default": f.default}
+            more |= {"nargs": "*", "default": []} if positional else {"nargs": "+", "action": "extend", "default": []}
+        elif not positional or "nargs" in more:
+            more["default"] = f.default
         parser.add_argument(f.name if positional else f"--{f.name}", **more)
-    if parser.rare:
-        rare = f", and of {', '.join(parser.rare)}"
-        parser.add_argument("--config", metavar="FILE", help=f"YAML file with values of these options{rare}")
+    if rare := rare_options(command):
+        words = f"YAML file with values of these options, and of {', '.join(rare)}"
+        parser.add_argument("--config", metavar="FILE", help=words)
     return parser
+
+
+def rare_options(command: type[Any]) -> list[str]:
+    """Options of a command that only the file of `--config` sets."""
+    return [f.name for f in dataclasses.fields(command) if "rare" in f.metadata]
 
 
 def parse(words: Sequence[str]) -> Command:
@@ -88,27 +72,26 @@ def parse(words: Sequence[str]) -> Command:
         raise UserError(f"no command was given; use one of {', '.join(COMMANDS)} (see omni-infer --help)")
     name, *rest = words
     if name in ("-h", "--help"):
-        build_parser().parse_args([name])
+        listed = (f"  {name:<9} {(command.__doc__ or '').partition(chr(10))[0]}" for name, command in COMMANDS.items())
+        print(HELP.format(commands="\n".join(listed)))
+        raise SystemExit(0)
     if name not in COMMANDS:
         raise UserError(f"command {name!r} is unknown; {closest(name, COMMANDS)}")
     asked: dict[str, Any] = {}
     if name == "ask":
         rest, files, texts, order = take_questions(rest, AskOptions)
         asked = {"files": files, "text": texts, "order": order} if order else {}
+    named = {word.partition("=")[0][2:] for word in rest if is_option(word)} | asked.keys()
+    if rare := sorted(named & {*rare_options(COMMANDS[name])}):
+        raise UserError(f"--{rare[0]} is set in the file of --config; write {rare[0]}: VALUE there")
     values = command_parser(name).read(rest)
     file = values.pop("config", None)
-    named = {word.partition("=")[0][2:] for word in rest if is_option(word)} | asked.keys()
     named |= {key for key, value in values.items() if value and key in ("files", "model", "out")}
-    stored = {} if file is None else {key: value for key, value in _read_file(file).items() if key not in named}
-    return validate(COMMANDS[name], {**values, **stored, **asked}, lambda path: f"{file}: " if path in stored else "--")
-
-
-def _read_file(name: str) -> dict[str, Any]:
-    """The values in the file of `--config`."""
-    data = read_yaml(Path(name), "--config")
+    data = {} if file is None else read_yaml(Path(file), "--config")
     if not isinstance(data, dict):
-        raise UserError(f"--config {name} holds {type(data).__name__}; it must be a mapping of options' names")
-    return data
+        raise UserError(f"--config {file} holds {type(data).__name__}; it must be a mapping of options' names")
+    stored = {key: value for key, value in data.items() if key not in named}
+    return validate(COMMANDS[name], {**values, **stored, **asked}, lambda path: f"{file}: " if path in stored else "--")
 
 
 def take_questions(words: Sequence[str], command: type[Any]) -> tuple[list[str], tuple[str, ...], tuple[str, ...], str]:

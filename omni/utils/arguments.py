@@ -1,18 +1,17 @@
-"""The base of both command lines' parsers, and patterns of parameters' names: a mistake is one line (UserError) that names the
-option or key and the way out."""
+"""The parser of both command lines, and patterns of parameters' names: a mistake is one line (UserError) that names the option
+or key and the way out."""
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
 from omni.errors import UserError
-
-LONGEST = 400  # most characters of the library's messages, which may hold a value of any length
 
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
@@ -38,64 +37,48 @@ def meant(name: str, known: Iterable[str], mark: str = "") -> str:
     return f"did you mean {' or '.join(mark + key for key in close[:2])}?" if close else ""
 
 
-class StrictParser:
-    """Mixed into a parser of jsonargparse: options by their whole names, and empty texts only where that is the default."""
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """A formatter of help that leaves out the defaults that say nothing."""
 
-    mistake: type[Exception]
-    """Exception of the library for a user's mistake."""
-    source = ""
-    """A file whose values are parsed as well, and "or": for messages."""
-    prog: str
-    instantiate: Any
-    parse_args: Any
-    _option_string_actions: Any
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **{"exit_on_error": False, "default_env": False, "allow_abbrev": False, **more})
 
-    @property
-    def command(self) -> str:
-        """The command as it is typed."""
-        return self.prog.replace(" [options]", "").replace(" FILE.yaml", "")
+class Parser(argparse.ArgumentParser):
+    """The parser of a command, whose options have their whole names. A mistake is a UserError."""
+
+    def __init__(self, prog: str, description: str, **more: Any) -> None:
+        self.actions = dict[str, argparse.Action]()
+        super().__init__(prog, description=description, **{"formatter_class": Help, "allow_abbrev": False, **more})
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{' '.join(message.split()):.400}; see {self.prog} --help")
+
+    def add_argument(self, *names: Any, **more: Any) -> argparse.Action:
+        action = super().add_argument(*names, **more)
+        self.actions |= dict.fromkeys(action.option_strings, action)
+        return action
 
     @property
     def options(self) -> list[str]:
         """Names of the options, without dashes."""
-        return [name[2:] for name in self._option_string_actions if name.startswith("--") and not name.endswith("+")]
+        return [name[2:] for name in self.actions if name.startswith("--")]
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
-        """Values by name, dataclasses instantiated. UserError: an unknown option (the closest is named), an empty one, a
-        missing one, a value of the wrong type. SystemExit: after `--help`."""
-        for word, after in zip(words, [*words, None][1:], strict=False):
+        """Values by name. UserError: an unknown option (the closest is named), an empty one whose default is another, a missing
+        one, a value of the wrong type. SystemExit: after `--help`."""
+        for word, after in pairwise([*words, ""]):
+            name, equals, value = word.partition("=")
             if word == "--":
                 break
-            if is_option(word):
-                name, equals, value = word.partition("=")
-                self.check_option(name, value if equals else None if after is not None and is_option(after) else after)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return vars(self.instantiate(self.parse_args(list(words))))
-        except (self.mistake, ValueError) as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, UserError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is not None:  # of a value's own checks
-                raise cause from error
-            if not isinstance(error, self.mistake):
-                raise
-            text = " ".join(str(error).split()).replace("<class '", "").replace("'>", "")
-            text = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-            raise UserError(f"{text}; see {self.source}{self.command} --help") from error
-
-    def check_option(self, name: str, value: str | None) -> None:
-        """Refuses an option that does not exist, or is empty; its `value` may be the next word."""
-        action = self._option_string_actions.get(name)
-        if action is None:
-            hint = meant(name[2:], self.options, "--") if name.startswith("--") else ""
-            raise UserError(f"unknown option {name}; {hint or f'see {self.command} --help'}")
-        if value == "" and action.nargs != 0 and action.default != "":
-            raise UserError(f"option {name} is empty; give a value, or leave it out")
+            if not is_option(word):
+                continue
+            if (action := self.actions.get(name)) is None:
+                hint = meant(name[2:], self.options, "--") if name.startswith("--") else ""
+                raise UserError(f"unknown option {name}; {hint or f'see {self.prog} --help'}")
+            if (value if equals else after) == "" and action.nargs != 0 and action.default != "":
+                raise UserError(f"option {name} is empty; give a value, or leave it out")
+        return vars(self.parse_args(list(words)))
 
 
 # --- names of parameters --------------------------------------------------------------------------------------------------

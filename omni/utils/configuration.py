@@ -150,13 +150,19 @@ def hint_at(config_type: Any, parts: Sequence[Any]) -> Any:
     return hint
 
 
-def all_keys(config_type: Any, path: str = "") -> Iterator[str]:
-    """Every dotted key that holds a value, however deep."""
+def all_sections(config_type: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """A configuration and the sections in it, however deep, each with what is before its keys: `data.packing.`."""
+    yield path, config_type
     for name, hint in typing.get_type_hints(config_type).items():
         if dataclasses.is_dataclass(inner(hint)):
-            yield from all_keys(inner(hint), f"{path}{name}.")
-        else:
-            yield f"{path}{name}"
+            yield from all_sections(inner(hint), f"{path}{name}.")
+
+
+def all_keys(config_type: Any) -> Iterator[str]:
+    """Every dotted key that holds a value."""
+    for path, section in all_sections(config_type):
+        hints = typing.get_type_hints(section).items()
+        yield from (f"{path}{name}" for name, hint in hints if not dataclasses.is_dataclass(inner(hint)))
 
 
 def plain(config: Any) -> Any:

@@ -81,7 +81,7 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
         ),
         (["fit", "FILE", "--trainable", "projector.*"], "option --trainable is 'projector.*'; it must be a list"),
         (["fit", "FILE", "--seed", "99999999999999999999"], "seed is 99999999999999999999; it must be less than or equal to"),
-        (["plan", "FILE", "--devices", "abc"], "see FILE or omni-train plan --help"),
+        (["plan", "FILE", "--devices", "abc"], "see omni-train plan --help"),
         (["fit", "FILE", "--run_folder", "FILE", "--dry_run"], "is a file where a folder belongs; name another folder"),
         (["fit", "s3://b/run.yaml"], "configuration 's3://b/run.yaml' is not on this machine, and s3:// is not read here"),
         (["data", "prepare", "FILE", "s3://b/rows", "--read.format", "table"], "output 's3://b/rows' is not on this machine"),

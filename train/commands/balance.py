@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from omni.errors import UserError
 from omni.files import write_json
 from omni.tasks import find_task
+from omni.utils.arguments import Parser
 from omni.utils.charts import INK, drawn, print_table
 from omni.utils.process import end_by_signal, importing
 from train.balance.config import BalanceConfig, check_balance
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
-from train.console.command import Parser, check_least
+from train.console.command import check_least
 from train.console.progress import percent
 
 if TYPE_CHECKING:

@@ -15,11 +15,12 @@ from omni.checkpoint.places import CODEC
 from omni.errors import UserError
 from omni.files import write_json
 from omni.tasks import find_task
+from omni.utils.arguments import Parser
 from omni.utils.charts import print_table
 from omni.utils.process import importing
 from omni.utils.remote import spelled
 from train.config.parse import ConfigParser
-from train.console.command import Listing, Parser, add_progress, check_least, given_path, run_subcommand
+from train.console.command import Listing, add_progress, check_least, given_path, run_subcommand
 from train.console.progress import counted, duration
 from train.data.inspect.checks import KINDS, Bounds, Findings
 from train.data.inspect.filter import DROPPED, filter_rows, read_rules

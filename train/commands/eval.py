@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
+from omni.utils.arguments import Parser
 from omni.utils.charts import print_table
 from omni.utils.process import importing
 from train.config.parse import ConfigParser, read_fit_config
-from train.console.command import Listing, Parser, add_progress, check_folder_to_be, check_least, given_model, given_path
+from train.console.command import Listing, add_progress, check_folder_to_be, check_least, given_model, given_path
 from train.console.progress import counted
 from train.data.config import SourceConfig
 from train.data.readers import READERS

@@ -14,10 +14,11 @@ from omni.checkpoint.places import ADAPTERS, check_folder
 from omni.errors import UserError
 from omni.stores.hub import CARD
 from omni.tasks import find_task
+from omni.utils.arguments import Parser
 from omni.utils.hardware import check_device, check_quantize
 from omni.utils.process import importing, say
 from train.config.parse import ConfigParser, read_fit_config
-from train.console.command import Parser, check_least, given_model, given_path
+from train.console.command import check_least, given_model, given_path
 from train.console.progress import Bar, duration, shown
 from train.convert.options import KINDS, ConvertOptions, check
 
@@ -99,7 +100,7 @@ def run_push(argv: Sequence[str]) -> int:
 
 def run_validate(argv: Sequence[str]) -> int:
     """Asks a finished model the validation questions of its run, whose `config.yaml` is beside the model folder."""
-    parser = Parser(prog="omni-train validate", description=run_validate.__doc__)
+    parser = Parser(prog="omni-train validate", description=str(run_validate.__doc__))
     parser.add_argument("model", type=given_model, help="a model folder")
     parser.add_argument("--config", type=given_path, help="YAML file of the run whose held-out questions are asked")
     parser.add_argument("--limit", type=int, help="how many questions (default: as the configuration says)")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Action, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import docstring_parser
 import yaml
 
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
-from omni.utils.arguments import is_option
-from omni.utils.configuration import all_keys, hint_at, inner, load_yaml, plain, validate
+from omni.utils.arguments import Parser
+from omni.utils.configuration import all_keys, all_sections, hint_at, inner, load_yaml, plain, validate
 from train.config.run import FitConfig
-from train.console.command import GIVE, RECIPES, Parser, find_config, read_config
+from train.console.command import GIVE, RECIPES, find_config, read_config
 from train.data.sources import SOURCES, shipped
 
 
@@ -36,7 +38,8 @@ def read_with_options(
     """Reads as `read_fit_config`, and a command's own options by their types (`bool` for a flag); those given are returned.
     `check` refuses values of theirs, before the configuration is made, for which PyTorch may be imported."""
     parser = ConfigParser(
-        prog=f"omni-train {command} FILE.yaml",
+        prog=f"omni-train {command}",
+        usage=f"omni-train {command} FILE.yaml [--any.key VALUE ...]",
         description="Train a model. Every key of the file can be overridden. --dry_run checks everything, describes the model "
         "and one batch, and measures two steps; --profile 10:15 traces these steps; --debug shows where an error came from "
         "(docs/training.md).",
@@ -86,33 +89,35 @@ def file_first(argv: Sequence[str]) -> list[str]:
     return ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
 
 
-class ConfigParser(Parser):
-    """Parses the words of a command that has a configuration: a YAML file after `--config`, and dotted overrides of its keys.
+class ReadFile(Action):
+    """Has the file of a configuration read."""
 
-    Values are pydantic's to check; the parser of jsonargparse takes the command's own options, and prints the help.
-    """
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        parser.read_file(values)
+
+
+class ConfigParser(Parser):
+    """The parser of a command with a configuration: a YAML file after `--config`, and options for its dotted keys, whose values
+    pydantic checks."""
 
     file: Path | None = None
 
     def add_config(self, config_class: type, help: str = "YAML file with any of the following") -> None:
-        """Adds `--config`, and an option for every key of a configuration."""
+        """Adds `--config`, and takes options for the keys of a configuration."""
         self.config_class: Any = config_class
         self.data, self.overridden = dict[str, Any](), set[str]()
-        self.add_argument("--config", type=str, help=help)
-        self.add_argument("--print_config", action="store_true", help="Print the complete configuration and exit.")
+        self.add_argument("--config", action=ReadFile, default="", help=help)
+        self.add_argument("--print_config", action="store_true", help="print the complete configuration and exit")
+        self.set_defaults(keys=[])
 
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Values of the command's own options, by name; the configuration is made by `configuration`."""
-        own, overrides = self._separate(words)
-        if files := [word.partition("=")[2] for word in own if word.startswith("--config=")]:
-            self._read_file(files)
-        if helped := [word for word in own if word in ("-h", "--help") or word.endswith(".help")]:
-            self.add_class_arguments(self.config_class, None)
-            super().read(helped)
-        for path, value in overrides:
+        if "-h" in words or "--help" in words:
+            self._show_keys()
+        values = super().read(self._with_keys(words))
+        for path, value in values.pop("keys"):
             self._set(path, value)
-        values = super().read([word for word in own if word != "--print_config"])
-        if "--print_config" in own:
+        if values["print_config"]:
             print(yaml.safe_dump(_keep_given(plain(self.configuration()), self.data), sort_keys=False), end="")
             self.exit()
         return values
@@ -131,41 +136,50 @@ class ConfigParser(Parser):
     def options(self) -> list[str]:
         return [*super().options, *all_keys(self.config_class)]
 
-    def _separate(self, words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-        """Separates the command's own words, with `--config=FILE` in one, from overrides of keys. A key of true or false may be
-        given without a value."""
-        sections = typing.get_type_hints(self.config_class)
-        own: list[str] = []
-        overrides: list[tuple[str, str]] = []
-        left = list(words)
-        while left:
-            name, equals, value = left.pop(0).partition("=")
-            key = name[2:].partition(".")[0]
-            is_key = name.startswith("--") and key in sections and f"--{key}" not in self._option_string_actions
-            if not (is_key or name == "--config") or name.endswith(".help"):
-                own.append(name + equals + value)
+    def _with_keys(self, words: Sequence[str]) -> list[str]:
+        """Adds an option for each key that the words name, places in lists and free keys of mappings included; returns the
+        words, with the value of a flag that is given without one, and of an empty text."""
+        whole, sections = list(words), typing.get_type_hints(self.config_class)
+        for at, (word, after) in enumerate(pairwise([*words, ""])):
+            name, equals, _ = word.partition("=")
+            path = name.removeprefix("--")
+            if path == name or path.partition(".")[0] not in sections:
                 continue
-            hint = hint_at(self.config_class, name[2:].split("."))
-            if not equals and left and not is_option(left[0]) and (hint is not bool or left[0] in ("true", "false")):
-                value = left.pop(0)
-            elif not equals:
-                value = "true" if hint is bool else ""
-            if name == "--config":
-                own.append(f"--config={value}")
-            elif value or (equals and hint is str):
-                overrides.append((name[2:], value))
-            else:
-                raise UserError(f"option {name} is empty; give a value, or leave it out")
-        return own, overrides
+            if name not in self.actions:
+                self.add_argument(name, dest="keys", action="append", type=lambda text, path=path: (path, text), help=SUPPRESS)
+            hint = hint_at(self.config_class, path.split("."))
+            if hint is bool and not equals and after not in ("true", "false"):
+                whole[at] = f"{name}=true"
+            elif hint is str and word == f"{name}=":
+                whole[at] = f'{name}=""'
+        return whole
 
-    def _read_file(self, names: Sequence[str]) -> None:
+    def _show_keys(self) -> None:
+        """Adds all keys to the help, section by section."""
+        self.usage = self.usage or f"{self.format_usage()[7:].rstrip()}\n{' ' * 7}[--any.key VALUE ...]"
+        for path, section in all_sections(self.config_class):
+            documented, hints = docstring_parser.parse_from_object(section), typing.get_type_hints(section)
+            texts = {name: param.description for param in documented.params for name in param.arg_name.split(", ")}
+            group = self.add_argument_group(path.removesuffix(".") or "keys", documented.short_description)
+            for field in dataclasses.fields(section):
+                hint, default, text = inner(hints[field.name]), field.default, texts.get(field.name) or ""
+                if dataclasses.is_dataclass(hint):
+                    continue
+                if default not in (dataclasses.MISSING, None, "", ()):
+                    text += f" (default: {default})"
+                hint = Literal["true", "false"] if hint is bool else hint
+                words = ",".join(map(str, typing.get_args(hint))) if typing.get_origin(hint) is Literal else ""
+                shown = f"{{{words}}}" if words else field.name.upper()
+                group.add_argument(f"--{path}{field.name}", metavar=shown, default=SUPPRESS, help=text.replace("%", "%%"))
+
+    def read_file(self, name: str) -> None:
         """Reads the file of the configuration, and loads its plug-ins."""
-        if "" in names:
+        if not name:
             raise UserError(f"the configuration's name is empty; {GIVE}")
-        if len(names) > 1:
-            raise UserError(f"the configurations {' and '.join(names)} are both given; name one")
-        self.file = find_config(names[0])
-        self.source, self.data = f"{self.file} or ", dict(read_config(self.file))
+        if self.file is not None:
+            raise UserError(f"the configurations {self.file} and {name} are both given; name one")
+        self.file = find_config(name)
+        self.data = dict(read_config(self.file))
         if "plugins" in typing.get_type_hints(self.config_class):
             _load_plugins(self.data, self.file)
             self.epilog = "\n".join(

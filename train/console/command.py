@@ -6,18 +6,15 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
-import jsonargparse
 import yaml
 
 from omni.errors import UserError, closest
 from omni.pretrained import find_model
-from omni.utils.arguments import StrictParser
-from omni.utils.configuration import load_yaml, read_yaml
+from omni.utils.arguments import Help, Parser
+from omni.utils.configuration import read_yaml
 from omni.utils.remote import refuse_remote
-
-jsonargparse.set_loader("yaml", load_yaml, (yaml.YAMLError,))
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 """Folder of the recipes, `configs` of a checkout: they come with the package, and are found by name."""
@@ -90,34 +87,27 @@ def check_folder_to_be(folder: Path, key: str) -> None:
         raise UserError(f"{key} {folder}: {taken} is a file where a folder belongs; name another folder")
 
 
-class Parser(StrictParser, jsonargparse.ArgumentParser):
-    """The parser of a command."""
-
-    mistake = jsonargparse.ArgumentError
-
-
-class _GivenPath:
-    """Type of an option that names a file or folder: refuses an empty text, which `Path` takes for the current folder."""
-
-    def __init__(self, find: Callable[[str], str] = str) -> None:
-        self._find = find
-
-    def __call__(self, text: str) -> Path:
-        if not text:
-            raise argparse.ArgumentTypeError("it is empty; give a path")
-        return Path(self._find(text))
-
-    def __repr__(self) -> str:  # the parser's help prints it
-        return "path"
+def given_path(text: str) -> Path:
+    """The type of an option that names a file or folder: refuses an empty text, which `Path` takes for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a path")
+    return Path(text)
 
 
-given_path, given_model = _GivenPath(), _GivenPath(find_model)
+def given_model(text: str) -> Path:
+    """The type of an option that names a model folder, or one that ships."""
+    try:
+        return given_path(find_model(text))
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 yaml.SafeDumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))  # for --print_config
 
 
 def add_progress(parser: Parser) -> None:
     """Adds the option `--progress`."""
-    parser.add_argument("--progress", type=Literal["auto", "bar", "lines", "off"], default="auto", help="what is shown")
+    parser.add_argument("--progress", choices=("auto", "bar", "lines", "off"), default="auto", help="what is shown")
 
 
 def check_least(values: Mapping[str, Any], **least: int) -> None:
@@ -128,5 +118,5 @@ def check_least(values: Mapping[str, Any], **least: int) -> None:
             raise UserError(f"--{name} is {value}; it must be at least {number}")
 
 
-class Listing(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class Listing(Help, argparse.RawDescriptionHelpFormatter):
     """A formatter of help that leaves the lines of the description as they are."""
