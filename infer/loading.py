@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from omni.checkpoint.folder import load_codec_of, read_config, stored_dtype
 from omni.checkpoint.places import WEIGHTS
 from omni.edit.storage import load_edits
 from omni.errors import PackageError, UserError
-from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import find_dtype, multiplies_bf16
@@ -58,9 +56,8 @@ def load(
             f"{folder} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; put them into "
             f"{folder}/codec{otherwise}"
         )
-    names = ("seed", "max_seconds", "max_silence", "text_assist", "context", "system")
+    names = ("sampling", "seed", "max_seconds", "max_silence", "text_assist", "context", "system")
     keywords: dict[str, Any] = {name: getattr(options, name) for name in names}
-    keywords["sampling"] = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
     keywords["adapter"] = lm.load_adapter(options.adapter) if options.adapter is not None else None
     keywords["edits"] = load_edits(options.edits, lm.model) if options.edits is not None else None
     if dtype == torch.bfloat16 and options.dtype is None:

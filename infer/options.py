@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -18,6 +18,7 @@ from omni.generate.options import (
     Penalty,
     Positions,
     Rate,
+    Sampling,
     Seed,
     Silence,
     Temperature,
@@ -85,6 +86,12 @@ class AnsweringOptions(DeviceOptions):
         None,
         "positions of a conversation, which drops its oldest turns when full; by default the model's, 4096 at most",
     )
+
+    @property
+    def sampling(self) -> Sampling:
+        """The options that are fields of `Sampling`."""
+        names = {field.name for field in fields(Sampling)}
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(self) if field.name in names})
 
 
 @configuration

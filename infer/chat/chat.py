@@ -110,10 +110,9 @@ def connect(
     warm_up(lm)
     if options.turn_detection == "auto" and lm.config.turn and lm.config.encoder.chunk_samples is not None:
         settings["audio"]["input"]["turn_detection"] = {"type": "semantic_vad"}
-    names = ("temperature", "top_k", "top_p", "seed", "max_seconds", "text_assist", "context")
-    answering = Answering(use_instructions=True, **{name: getattr(options, name) for name in names})
+    names = ("sampling", "seed", "max_seconds", "text_assist", "context")
+    answering = Answering(use_instructions=True, **{name: keywords[name] for name in names})
     beside = {name: keywords[name] for name in ("adapter", "edits", "max_silence")}
-    beside["repetition_penalty"] = options.repetition_penalty
     return LocalConnection(lm, answering, beside, deliver), longest(lm.config)
 
 

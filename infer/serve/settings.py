@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from infer.turns.detector import PADDING
-
-LEAST_TOP_P = 1e-6  # smallest `top_p` of a model; clients send 0 for it
+from omni.generate.options import GREEDY, Sampling
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,23 @@ class ServerLimits:
 class Answering:
     """Options of answers."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0  # of the sampling; 0 takes the likeliest ids
+    sampling: Sampling = GREEDY
+    seed: int = 0  # of the sampling
     max_seconds: float = 30.0
     max_tokens: int = 512  # longest answer
     text_assist: bool = False  # let a second row write the text
     context: int | None = None  # positions of a conversation
     use_instructions: bool = False  # a session's instructions come before its first question as a system message
 
-    def keywords(self, temperature: float | None = None, top_p: float | None = None, seed: int | None = None) -> dict[str, Any]:
-        """Keywords of `SpeechLM.session`: these settings, with what a client gives instead.
+    def keywords(self, seed: int | None = None, **sampling: float | None) -> dict[str, Any]:
+        """Keywords of `SpeechLM.session`: these settings, with what a client gives instead of the seed and of fields of
+        `sampling`.
 
         Without a temperature, here or of the client, the likeliest ids are taken, whatever `top_p` is.
         """
-        overrides = {"temperature": temperature, "top_p": None if top_p is None else max(top_p, LEAST_TOP_P), "seed": seed}
         own = {name: getattr(self, name) for name in SESSION_KEYWORDS}
-        return own | {name: value for name, value in overrides.items() if value is not None}
+        changed: Any = {name: value for name, value in sampling.items() if value is not None}
+        return {**own, "sampling": replace(self.sampling, **changed), "seed": self.seed if seed is None else seed}
 
 
 SESSION_KEYWORDS = tuple(f.name for f in fields(Answering) if f.name != "use_instructions")

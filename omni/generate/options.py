@@ -240,6 +240,6 @@ def _sampling(named: Mapping[str, Any]) -> Sampling:
         return Sampling(repetition_penalty=fields.get("repetition_penalty", 1.0))
     if wanted and temperature == 0:
         raise UserError("do_sample is True, but temperature is 0, which draws nothing; leave one of them out")
-    if temperature is None and (wanted or "top_k" in fields or "top_p" in fields):
+    if temperature is None and (wanted or fields.keys() - {"temperature", "repetition_penalty"}):
         fields["temperature"] = 1.0
     return Sampling(**fields)

@@ -10,7 +10,8 @@ likely ids).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -105,6 +106,9 @@ def uniform(key: Tensor, step: Tensor, streams: range) -> Tensor:
 
 # --- the draw ---------------------------------------------------------------------------------------------------------
 
+Settings = Mapping[str, Tensor]
+"""Fields of `Sampling`, [B, N] each."""
+
 
 class Mode(NamedTuple):
     """Parts of the draw that the rows of a step need, known without reading a tensor (a captured graph is made for one mode).
@@ -127,10 +131,15 @@ def mode_of(settings: Sequence[Sampling], vocabulary: int) -> Mode:
     """The mode that one row needs, by its settings for the streams of one kind."""
     mode = Mode()
     for s in settings:
-        filters = s.temperature > 0 and (0 < s.top_k < vocabulary or s.top_p < 1)
+        filters = s.temperature > 0 and filtered(s.top_k if s.top_k < vocabulary else 0, s.top_p)
         ranks = (s.top_k if 0 < s.top_k < vocabulary else vocabulary) if filters else 0
         mode = mode.join(Mode(s.temperature > 0 and not filters, ranks, s.repetition_penalty != 1))
     return mode
+
+
+def filtered(top_k: Any, top_p: Any) -> Any:
+    """Whether settings, numbers or tensors, leave only some of the ids."""
+    return (top_k > 0) | (top_p < 1)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -139,24 +148,21 @@ def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits < 0, logits * p, logits / p), logits)
 
 
-def candidates(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+def candidates(logits: Tensor, settings: Settings, ranks: int) -> tuple[Tensor, Tensor]:
     """Ids that the filters leave of logits [B, N, V], likeliest first. Returns weights [B, N, R] in the `finest` format, in
-    proportion to the probabilities and 0 where an id is filtered out, and ids [B, N, R].
-
-    Args:
-        temperature, top_k, top_p: [B, N] each; `top_k` 0 keeps all.
-        ranks: R, at least the largest `top_k`, or V where one is 0.
-    """
+    proportion to the probabilities and 0 where an id is filtered out, and ids [B, N, R]. `ranks`: R, at least the largest
+    `top_k`, or V where one is 0."""
+    top_k, top_p = settings["top_k"][..., None], settings["top_p"][..., None]
     if ranks < logits.shape[-1]:
         values, ids = logits.topk(ranks, dim=-1)
     else:
         values, ids = logits.sort(dim=-1, descending=True)
-    scaled = (values - values[..., :1]).to(finest(logits.device)) / temperature[..., None]
+    scaled = (values - values[..., :1]).to(finest(logits.device)) / settings["temperature"][..., None]
     rank = torch.arange(values.shape[-1], device=logits.device)
-    kept = (rank < top_k[..., None]) | (top_k == 0)[..., None]
+    kept = (rank < top_k) | (top_k == 0)
     weights = torch.where(kept, scaled.exp(), 0.0)
     mass = weights.cumsum(-1)
-    return torch.where(mass - weights < top_p[..., None] * mass[..., -1:], weights, 0.0), ids
+    return torch.where(mass - weights < top_p * mass[..., -1:], weights, 0.0), ids
 
 
 def invert(weights: Tensor, u: Tensor) -> Tensor:
@@ -166,7 +172,7 @@ def invert(weights: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(mass, target, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)
 
 
-def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: Tensor | None, mode: Mode) -> Tensor:
+def draw(logits: Tensor, settings: Settings, u: Tensor | None, mode: Mode) -> Tensor:
     """Ids [B, N] drawn from logits [B, N, V] with settings [B, N] and uniform numbers u [B, N].
 
     `mode` must cover the settings; u may be None where no row samples.
@@ -174,13 +180,14 @@ def draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, u: T
     out = logits.argmax(-1)
     if u is None:
         return out
+    temperature = settings["temperature"]
     divisor = torch.where(temperature > 0, temperature, 1.0)
-    filters = (top_k > 0) | (top_p < 1)
+    filters = filtered(settings["top_k"], settings["top_p"])
     if mode.plain:
         weights = ((logits - logits.amax(-1, keepdim=True)) / divisor[..., None]).exp().to(finest(logits.device))
         out = torch.where((temperature > 0) & ~filters, invert(weights, u), out)
     if mode.ranks:
-        weights, ids = candidates(logits, divisor, top_k, top_p, mode.ranks)
+        weights, ids = candidates(logits, {**settings, "temperature": divisor}, mode.ranks)
         index = invert(weights, u)
         chosen = ids.gather(-1, index[..., None]).squeeze(-1)
         out = torch.where((temperature > 0) & filters, chosen, out)
@@ -216,10 +223,8 @@ class Sampler:
         a, k = layout.n_audio, len(layout)
         self.layout = layout
         self.key = torch.zeros(rows, dtype=torch.long, device=device)
-        self.temperature = torch.zeros(rows, k, device=device)
-        self.top_k = torch.zeros(rows, k, dtype=torch.long, device=device)
-        self.top_p = torch.ones(rows, k, device=device)
-        self.penalty = torch.ones(rows, k, device=device)
+        self.settings = {name: torch.full((rows, k), value, device=device) for name, value in asdict(GREEDY).items()}
+        self.targets = (self.key, *self.settings.values())  # what a start writes
         self.seen: Tensor | None = None  # [rows, K, V] bool, made when the first penalty is asked for
         self._modes = [(Mode(), Mode())] * rows
 
@@ -237,28 +242,20 @@ class Sampler:
         self._text_range = np.array([0]), np.array([self._text_ids])
         self._audio_parts = [slice(low, low + count) for low, count in zip(starts[:a], allowed[:a], strict=True)]
 
-    @property
-    def targets(self) -> tuple[Tensor, ...]:
-        """The tensors of settings and keys, which a start writes (`omni.generate.sampling`)."""
-        return self.key, self.temperature, self.top_k, self.top_p, self.penalty
-
     def prepare(self, rows: Sequence[int], settings: Sequence[Sequence[Sampling]], keys: Sequence[int]) -> list[Tensor]:
         """Forget what rows wrote before, and note the modes of their settings, one per stream; returns the numbers for their
         `targets`, on the host."""
         a = self.layout.n_audio
-        sizes = [self._audio_ids] * a + [self._text_ids]
         for row, own in zip(rows, settings, strict=True):
             self._modes[row] = (mode_of(own[:a], self._audio_ids), mode_of(own[a:], self._text_ids))
             if any(mode.penalty for mode in self._modes[row]):
                 self.see()
             if self.seen is not None:
                 self.seen[row].fill_(False)
-        top_k = [[s.top_k if s.top_k < n else 0 for s, n in zip(own, sizes, strict=True)] for own in settings]
-        floats = (
-            [[getattr(s, name) for s in own] for own in settings] for name in ("temperature", "top_p", "repetition_penalty")
-        )
-        temperature, top_p, penalty = (torch.tensor(each, dtype=torch.float32) for each in floats)
-        return [torch.tensor(keys), temperature, torch.tensor(top_k), top_p, penalty]
+        values = {name: torch.tensor([[getattr(s, name) for s in own] for own in settings]) for name in self.settings}
+        sizes = torch.tensor([self._audio_ids] * a + [self._text_ids])
+        values["top_k"] = torch.where(values["top_k"] < sizes, values["top_k"], 0)
+        return [torch.tensor(keys), *values.values()]
 
     def see(self) -> Tensor:
         """`seen`, made where it is not there yet."""
@@ -297,12 +294,11 @@ class Sampler:
             return logits.argmax(-1)
         a = self.layout.n_audio
         logits, streams = logits.float(), slice(a, a + 1) if text else slice(0, a)
+        settings = {name: value[rows, streams] for name, value in self.settings.items()}
         if mode.penalty and self.seen is not None:
-            seen = self.seen[rows, streams, : logits.shape[-1]]
-            logits = penalise(logits, seen, self.penalty[rows, streams])
+            logits = penalise(logits, self.seen[rows, streams, : logits.shape[-1]], settings["repetition_penalty"])
         u = uniform(self.key[rows], step, range(streams.start, streams.stop)) if mode.plain or mode.ranks else None
-        pick = rows, streams
-        return draw(logits, self.temperature[pick], self.top_k[pick], self.top_p[pick], u, mode)
+        return draw(logits, settings, u, mode)
 
     def likeliest(self, logits: Array, out: Array, text: bool) -> None:
         """Write what rows take that do not draw, of logits [B, V] in float32, to `out`: of the text stream [B, 1], or of the

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
 from omni.errors import UserError
-from omni.generate.options import GREEDY, make_options
+from omni.generate.options import GREEDY, SamplingNames, make_options
 from omni.generate.reply import StopText
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import Sampling
@@ -27,6 +28,10 @@ SAMPLING = {
     "greedy with a penalty": ({"repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
     "greedy": ({"temperature": 0.0}, GREEDY),
 }
+
+
+def test_every_field_of_a_sampling_is_a_keyword() -> None:
+    assert SamplingNames.__annotations__.keys() == {"do_sample", *(field.name for field in fields(Sampling))}
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -34,9 +35,8 @@ def logits_of(rows: int, vocabulary: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def columns(setting: Sampling, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    values = (setting.temperature, setting.top_k, setting.top_p)
-    return tuple(torch.full((rows, 1), v) for v in values)  # type: ignore[return-value]
+def columns(setting: Sampling, rows: int) -> dict[str, Tensor]:
+    return {name: torch.full((rows, 1), value) for name, value in asdict(setting).items()}
 
 
 def theirs(setting: Sampling, logits: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def theirs(setting: Sampling, logits: Tensor) -> Tensor:
 def test_filters_leave_what_transformers_leaves(name: str, extra: int) -> None:
     setting, logits = SETTINGS[name], logits_of(6, 40)
     ranks = min(40, (setting.top_k or 40) + extra)  # looking at more ranks than a row keeps changes nothing
-    weights, ids = candidates(logits[:, None], *columns(setting, 6), ranks)
+    weights, ids = candidates(logits[:, None], columns(setting, 6), ranks)
     mine = torch.zeros(6, 1, 40, dtype=torch.double).scatter(2, ids, weights / weights.sum(-1, keepdim=True))
     torch.testing.assert_close(mine[:, 0], theirs(setting, logits), rtol=1e-6, atol=1e-9)
 
@@ -108,7 +108,7 @@ def test_draws_follow_the_distribution(name: str, over: str) -> None:
     steps = torch.arange(n) if over == "steps" else torch.full((n,), 3)
     streams = range(n) if over == "streams" else range(1, 2)
     u = uniform(keys[:1] if over == "streams" else keys, steps[:1] if over == "streams" else steps, streams)
-    drawn = draw(logits.expand(n, 1, vocabulary), *columns(setting, n), u.view(n, 1), mode_of([setting], vocabulary))
+    drawn = draw(logits.expand(n, 1, vocabulary), columns(setting, n), u.view(n, 1), mode_of([setting], vocabulary))
     counts = torch.bincount(drawn.flatten(), minlength=vocabulary).double()
     statistic, bound = chi_square(counts, theirs(setting, logits)[0])
     assert statistic < bound
@@ -196,11 +196,11 @@ def test_a_device_without_float64_draws_within_the_filters(name: str, monkeypatc
     settings = columns(setting, rows)
     key, step = torch.tensor([seed_key(n) for n in range(rows)]), torch.arange(rows)
     fine = uniform(key, step, range(1))
-    wanted = draw(logits, *settings, fine, mode_of([setting], 40))
+    wanted = draw(logits, settings, fine, mode_of([setting], 40))
     monkeypatch.setattr("omni.generate.sampling.finest", lambda device: torch.float32)
     coarse = uniform(key, step, range(1))
     assert coarse.dtype == torch.float32 and (coarse - fine).abs().max() <= 2.0**-23
-    assert torch.equal(draw(logits, *settings, coarse, mode_of([setting], 40)), wanted)
+    assert torch.equal(draw(logits, settings, coarse, mode_of([setting], 40)), wanted)
 
 
 def test_the_largest_coarse_number_stays_below_the_whole() -> None:

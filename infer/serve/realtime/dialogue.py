@@ -114,7 +114,7 @@ def options_of(owner: SessionState, configuration: Configuration, speaks: bool) 
     """Keywords of the engine's session."""
     answering = owner.settings.answering
     most = None if configuration.max_output_tokens == "inf" else configuration.max_output_tokens
-    options = limited(answering.keywords(configuration.omni.temperature), most, speaks)
+    options = limited(answering.keywords(temperature=configuration.omni.temperature), most, speaks)
     options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
     options["system"] = configuration.instructions if answering.use_instructions else ""
     return options

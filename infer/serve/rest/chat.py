@@ -6,11 +6,12 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from torch import Tensor
 
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
@@ -18,11 +19,14 @@ from infer.serve.rest.answers import TokenCounts, deltas, encoded, resampled, to
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, ChatMessage, MessageReader, in_decoder
 from infer.serve.settings import limited
+from omni.generate.options import Sampling
 from omni.generate.question import longest
 from omni.generate.results import Ended
 from omni.generate.results import Event as Output
 
 Tokens = Annotated[int, Field(ge=1, le=2**20)]
+LEAST_TOP_P = 1e-6  # smallest `top_p` of a model; clients send 0 for it
+SAMPLING = {"seed", *(field.name for field in fields(Sampling))}
 
 
 class AudioOptions(BaseModel):
@@ -44,7 +48,7 @@ class ChatRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda value: max(value, LEAST_TOP_P))] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
@@ -107,7 +111,7 @@ class Completion:
     def asked(self) -> tuple[str | Tensor, str, dict[str, Any]]:
         """The question, its task and keywords of its session."""
         body, chat, server = self._body, self._chat, self._job.server
-        options = server.settings.answering.keywords(body.temperature, body.top_p, body.seed)
+        options = server.settings.answering.keywords(**body.model_dump(include=SAMPLING))
         options = limited(options, body.max_completion_tokens or body.max_tokens, body.speaks)
         options["stop"] = body.stop or None
         options["system"] = chat.system if server.settings.answering.use_instructions else ""
