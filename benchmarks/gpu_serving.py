@@ -22,10 +22,9 @@ from infer.bench.random_model import random_codec, random_model, with_encoder_mo
 from omni.config import preset
 from omni.engine.process import EngineProcess
 from omni.generate.options import GREEDY
-from omni.generate.prefill import pack, prefill
 from omni.generate.question import Asked, encode_questions
 from omni.generate.rows import Start
-from omni.generate.runner import Runner
+from omni.generate.runner import Runner, pack, prefill
 from omni.generate.sampling import Sampling
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel

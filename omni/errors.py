@@ -1,4 +1,5 @@
-"""The error raised for a user's mistake, the warning about doubtful sound, and one-line texts of errors."""
+"""The error raised for a user's mistake, the warning about doubtful sound, and one-line texts of errors
+and values."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterable
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
+from typing import Any
 
 
 class UserError(ValueError):
@@ -86,3 +89,33 @@ def in_one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type_name}: {text or 'no message'}{where}; run with --debug for the traceback; please report"
+
+
+LINE, QUOTED = 120, 48
+"""Most characters of a `repr`, and of a text within it."""
+
+
+def brief(value: Any) -> str:
+    """A `repr` that fits a line: tensors as their shapes, texts cut, of a dataclass only fields that differ from defaults."""
+    from torch import Tensor
+
+    parts = []
+    for f in fields(value):
+        own = getattr(value, f.name)
+        if not f.repr or (f.default is not MISSING and own is f.default) or (not isinstance(own, Tensor) and own == f.default):
+            continue
+        if isinstance(own, Tensor):
+            shown = f"tensor{list(own.shape)}"
+        elif isinstance(own, str):
+            shown = quoted(own)
+        else:
+            shown = repr(own)
+        parts.append(f"{f.name}={shown}")
+    line = f"{type(value).__name__}({', '.join(parts)})"
+    return line if len(line) <= LINE else line[: LINE - 2] + "…)"
+
+
+def quoted(text: str) -> str:
+    """A text's `repr`, or the start of it where it is long."""
+    shown = repr(text)
+    return shown if len(shown) <= QUOTED else f"{shown[: QUOTED - 2]}…{shown[0]}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omni.cursor import Cursor
 from omni.errors import UserError
-from omni.layout import Layout, Stream
+from omni.layout import Cursor, Layout, Stream
 
 LAYOUTS = {
     "codec2": Layout.preset("codec2"),

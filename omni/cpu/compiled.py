@@ -191,7 +191,7 @@ def push(
     audio_end: Any, history: Any, done: Any, ends: Any, pads: Any, delays: Any, sizes: Any, padded: Any,
     column: Any, position: Any, packed: Any,
 ) -> None:  # fmt: skip
-    """`omni.cursor.Cursor.push` and what follows it in a step, in place.
+    """`omni.layout.Cursor.push` and what follows it in a step, in place.
 
     Args:
         rows: of the state, [B]; those that rest (`rests` [B], or none) keep theirs.

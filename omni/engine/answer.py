@@ -22,8 +22,7 @@ from omni.codec.base import AudioCodec
 from omni.engine.wire import CodedSound
 from omni.errors import UserError
 from omni.generate.history import CachedHistory, Exchange, Key
-from omni.generate.reply import Reply
-from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
+from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, Reply, TextDelta, Timings
 from omni.generate.rows import RunnerRow, Start
 from omni.generate.speech_time import Loudness, heard_characters
 from omni.lora.attach import Selection

@@ -35,8 +35,7 @@ from omni.generate.listening import FeatureStream
 from omni.generate.messages import Message, messages, save_conversation
 from omni.generate.options import AnswerOptions
 from omni.generate.question import Asked, KnownFeatures, read_system
-from omni.generate.reply import Limits, Reply
-from omni.generate.results import Clock, Ended, Logprobs, Reason
+from omni.generate.results import Clock, Ended, Logprobs, Reason, Reply
 from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
 from omni.generate.speech_time import SpeechTime
@@ -140,11 +139,9 @@ class Conversation:
             held.enter_context(kept(self.model, [self._selection]))
             active = selection_of(self.model, [self._selection])  # its adapter may have been removed since
             layout, options, task = self.model.layout, self.options, asked.task
-            frames, most = options.limits(task, self.codec, layout.max_delay)
+            limits = options.limits(task, self.codec, layout.max_delay)
             codec, outlet = self.codec if self._sound else None, self.handler.listener(number)
-            reply = Reply(
-                layout, task, self.tokenizer, codec, Limits(frames, most, options.stops, options.max_silence), self.time
-            )
+            reply = Reply(layout, task, self.tokenizer, codec, limits, self.time)
             with self._lock:
                 seat = self._open()
                 if self._last is not None:

@@ -24,9 +24,8 @@ from omni.engine.batch import EngineBatch
 from omni.engine.prefill_ahead import Listen, Refill, columns_in
 from omni.engine.stats import Recorder
 from omni.generate.history import Exchange
-from omni.generate.prefill import Fork, Prefill, pack
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
-from omni.generate.runner import Runner
+from omni.generate.runner import Fork, Prefill, Runner, pack
 from omni.lora.attach import active_of, selection_of, using
 from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel

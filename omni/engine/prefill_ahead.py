@@ -23,9 +23,8 @@ from omni.engine.answer import Seat
 from omni.errors import UserError
 from omni.generate.history import Exchange, Key, dropped_for, forgotten, lay_out
 from omni.generate.listening import FeatureStream
-from omni.generate.prefill import Prefill, pack
 from omni.generate.question import Asked, encode_questions, is_finite
-from omni.generate.runner import Runner
+from omni.generate.runner import Prefill, Runner, pack
 from omni.layout import Layout
 from omni.lora.attach import CHANGING, RowSelection, active_of, selection_of, using
 from omni.model.speech_model import SpeechModel

@@ -33,11 +33,10 @@ from torch import Tensor
 from omni.audio.io import SAMPLE_RATE
 from omni.audio.waveform import read_sound, unwrap
 from omni.codec.base import AudioCodec
-from omni.errors import UserError
+from omni.errors import UserError, brief
 from omni.files import write_whole
 from omni.generate.history import Exchange, Past
 from omni.generate.question import Asked, read_question
-from omni.generate.results import brief
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, find_task
 from omni.text import Tokenizer

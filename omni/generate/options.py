@@ -10,12 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 
 from pydantic import Field
 
-from omni.errors import UserError
-from omni.generate.results import brief
+from omni.errors import UserError, brief
 from omni.utils.arguments import meant
 from omni.utils.configuration import configuration, validate
 
@@ -135,6 +134,16 @@ class SessionOptions(Keywords, total=False):
     context: int | None
 
 
+class Limits(NamedTuple):
+    """Where an answer is cut: a spoken one after so many frames, any after so many columns (time steps), before a stop string,
+    and after so many seconds of silence."""
+
+    frames: int
+    columns: int
+    stop: Sequence[str] = ()
+    silence: float | None = None
+
+
 @configuration
 class AnswerOptions:
     """Options of answers.
@@ -199,17 +208,13 @@ class AnswerOptions:
         """The function that `stop` is, if it is one."""
         return self.stop if callable(self.stop) else None
 
-    def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> tuple[int, int]:
-        """Most frames and most time steps of an answer; of a spoken one, a time step more than its frames need is for the end.
-        Without a codec, which knows a frame's length, `max_new_tokens` limits the frames, or else `max_tokens`."""
-        frames = self.max_tokens if codec is None else max(1, ceil(self.max_seconds * codec.frame_rate - 1e-9))
-        if self.max_new_tokens is None:
-            return frames, (frames + max_delay + 1 if task.audio else self.max_tokens)
-        if not task.audio:
-            return frames, self.max_new_tokens
-        if codec is None:
-            frames = self.max_new_tokens
-        return frames, min(frames + max_delay + 1, self.max_new_tokens)
+    def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> Limits:
+        """Where an answer is cut; of a spoken one, a time step more than its frames need is for the end. Without a codec, which
+        knows a frame's length, `max_new_tokens` limits the frames, or else `max_tokens`."""
+        most = self.max_new_tokens
+        frames = (most or self.max_tokens) if codec is None else max(1, ceil(self.max_seconds * codec.frame_rate - 1e-9))
+        columns = frames + max_delay + 1 if task.audio else most or self.max_tokens
+        return Limits(frames, columns if most is None else min(columns, most), self.stops, self.max_silence)
 
 
 def make_options(values: Mapping[str, Any]) -> AnswerOptions:

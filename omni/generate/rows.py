@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from omni.cpu import compiled
-from omni.cursor import Cursor
 from omni.generate.options import Sampling
 from omni.generate.sampling import Array, Mode, Sampler, broken_rows, log_probabilities, note_broken, write_rows
-from omni.layout import Layout
+from omni.layout import Cursor, Layout
 from omni.lora.attach import RowSelection, Selection, using
 from omni.model.decoder import Decoder, Hidden
 from omni.utils.hardware import to_device
@@ -56,19 +55,16 @@ class RunnerRow:
         position: position at which its next column will be fed (counted on the host, so it may be one past the end of a
             row that is done).
         needs_text, needs_audio: whether it still needs each head.
-        partner: slot of the row whose text it takes.
         live: whether it has not left yet; done: whether its answer is complete.
     """
 
     slot: int
+    start: Start
     position: int
     needs_text: bool
     needs_audio: bool
-    partner: int | None = None
-    selection: RowSelection = None
     live: bool = True
     done: bool = False
-    logprobs: bool = False
 
 
 class StepOutput(NamedTuple):
@@ -353,6 +349,6 @@ class StepRecords:
                 has_frame, text, has_text, done, needs_text, needs_audio, broken = values[k + a : k + a + 7]
                 row.done, row.needs_text, row.needs_audio = bool(done), bool(needs_text), bool(needs_audio)
                 frame = values[k : k + a] if has_frame else None
-                written = text if has_text else None, row.done, bool(broken), tuple(own) if row.logprobs else None
+                written = text if has_text else None, row.done, bool(broken), tuple(own) if row.start.logprobs else None
                 out.append((row, StepOutput(tuple(values[:k]), frame, *written)))
         return out

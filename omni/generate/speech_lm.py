@@ -276,7 +276,7 @@ class SpeechLM(Sessions):
                     f"question {number} of {len(lengths)} takes {length} positions, but the model's context has {context} "
                     "and an answer needs some; shorten it, or leave it out"
                 )
-        most = max((options.limits(each.task, self.codec, self.layout.max_delay)[1] for each in asked), default=0)
+        most = max((options.limits(each.task, self.codec, self.layout.max_delay).columns for each in asked), default=0)
         room = min(max(lengths, default=0) + most, context)
         with attached(self.model, corrections) as names, kept(self.model, adapters):
             selection_of(self.model, adapters)  # checks every name before any question is answered

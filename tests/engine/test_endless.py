@@ -21,8 +21,7 @@ from omni.engine.prefill_ahead import HOLD, LEAST, columns_in, plan
 from omni.engine.stepping import SteppingThread
 from omni.errors import UserError
 from omni.generate.history import Exchange, common_prefix, fit, forgotten, lay_out
-from omni.generate.prefill import pack, prefill
-from omni.generate.runner import Runner
+from omni.generate.runner import Runner, pack, prefill
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout

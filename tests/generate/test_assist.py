@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from omni.cursor import Cursor
 from omni.generate.results import TextDelta
 from omni.generate.runner import Runner
-from omni.layout import Layout
+from omni.layout import Cursor, Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Turn, prompt
 from tests.generate.conftest import features_of, last_logits, make_lm, tone

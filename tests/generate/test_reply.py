@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from omni.generate.reply import TextStream
+from omni.generate.results import TextStream
 from omni.text import Tokenizer
 
 

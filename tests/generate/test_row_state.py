@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from omni.cursor import Cursor
 from omni.generate.options import GREEDY
 from omni.generate.rows import RowState, Start, StepPlan
 from omni.generate.sampling import Mode
-from omni.layout import Layout, Stream
+from omni.layout import Cursor, Layout, Stream
 from tests.generate.conftest import LAYOUTS
 
 LATE = Layout((Stream("audio", 4, 5, 0), Stream("audio", 9, 5, 1), Stream("text", 6, 5, 3)))

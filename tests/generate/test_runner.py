@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.cursor import Cursor
 from omni.generate.options import GREEDY
-from omni.generate.prefill import Fork, pack, prefill
 from omni.generate.rows import RunnerRow, Start, StepOutput
-from omni.generate.runner import Runner
+from omni.generate.runner import Fork, Runner, pack, prefill
 from omni.generate.sampling import Sampling, per_stream, seed_key
-from omni.layout import Layout
+from omni.layout import Cursor, Layout
 from omni.model.speech_model import SpeechModel
 from omni.tasks import Columns, Turn, find_task, prompt
 from tests.generate.conftest import last_logits, make_model

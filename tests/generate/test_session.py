@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from omni.engine import conversation as session_module
-from omni.generate.prefill import Prefill
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
-from omni.generate.runner import Runner
+from omni.generate.runner import Prefill, Runner
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import IGNORE, Layout

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from omni.generate.prefill import Fork, pack, prefill
 from omni.generate.rows import RunnerRow
-from omni.generate.runner import Runner
+from omni.generate.runner import Fork, Runner, pack, prefill
 from omni.generate.sampling import Sampler, Sampling, per_stream, write_rows
 from omni.lora.attach import selection_of
 from omni.model.speech_model import SpeechModel

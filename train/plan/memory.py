@@ -297,7 +297,7 @@ class Activations:
         codec: Any = CODECS[shape.codec]
         rows = min(plan.rows, plan.questions * len(tasks))
         heard = clips_of(self.config.data.packing.length, shape)[0] if any(t.question == "audio" for t in tasks) else 0
-        columns = max(most.limits(task, codec, shape.layout.max_delay)[1] for task in tasks)
+        columns = max(most.limits(task, codec, shape.layout.max_delay).columns for task in tasks)
         length = min(heard + PROMPT + columns, c.context)
         cache = 2 * (c.layers + c.post_layers) * rows * length * c.kv_heads * c.head_size
         fed = rows * min(heard + PROMPT, CHUNK) * (4 * c.mlp_width + (6 + len(shape.layout)) * c.width)
