@@ -32,8 +32,7 @@ from omni.audio.decode import HEAD, container, foreign
 from omni.audio.io import MAX_SECONDS, MAX_STREAM_BYTES, SAMPLE_RATE, from_pcm16, read_audio
 from omni.audio.wav import SampleForm, WavWriter, pcm16, wav_form, write_audio
 from omni.errors import SoundWarning, UserError
-from omni.generate.listening import Listening
-from omni.generate.question import longest
+from omni.generate.question import Listening, longest
 from omni.generate.session import Session
 from omni.tasks import Task
 

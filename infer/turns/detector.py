@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from infer.turns.vad import FRAME_SECONDS
-from omni.generate.turn_end import END, RULES, VOICE, TurnFrames
+from omni.generate.listening import END, RULES, VOICE, TurnFrames
 
 EAGERNESS = {"low": 8.0, "medium": 4.0, "high": 2.0, "auto": 4.0}
 """Seconds of the longest wait of `semantic_vad`, as OpenAI states them."""

@@ -34,7 +34,7 @@ from omni.generate.history import Exchange, Past, check_room, fit
 from omni.generate.listening import FeatureStream
 from omni.generate.messages import Message, messages, save_conversation
 from omni.generate.options import AnswerOptions
-from omni.generate.question import Asked, KnownFeatures, read_system
+from omni.generate.question import Asked, read_system
 from omni.generate.results import Clock, Ended, Logprobs, Reason, Reply
 from omni.generate.rows import Start
 from omni.generate.sampling import per_stream, seed_key
@@ -148,7 +148,7 @@ class Conversation:
                     self._settle(self._last)
                 before, exchange = self._past, Exchange(asked.turn, self._asked, asked.clip, None, asked.prepared, stream)
                 if known is not None:
-                    exchange.features, exchange.sound = known.features, known.number
+                    exchange.sound, exchange.features = known
                     exchange.turn = replace(asked.turn, features=len(exchange.features))
                 room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
                 self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
@@ -223,8 +223,8 @@ class Conversation:
             (stream.peek if peek else stream.push)(samples)
             self._engine.requests.came(stream)
 
-    def sound_so_far(self, sound: int) -> KnownFeatures:
-        """Features so far, for a question of another conversation; UserError where there are none."""
+    def sound_so_far(self, sound: int) -> tuple[int, Tensor]:
+        """Number and features so far, for a question of another conversation; UserError where there are none."""
         if (stream := self.stream(sound)) is None:
             raise UserError("this sound is listened to no more; ask the question that it became")
         return stream.so_far()

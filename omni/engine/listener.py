@@ -13,9 +13,9 @@ from typing import Any
 
 from omni.engine.answer import Pace
 from omni.engine.wire import CodedSound, EngineLost
+from omni.generate.listening import TurnFrames
 from omni.generate.question import Asked
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
-from omni.generate.turn_end import TurnFrames
 
 EVERY = 16
 """Events after which their number is told to an engine in another process; a quarter of what a row is written ahead."""

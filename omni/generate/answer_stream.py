@@ -7,14 +7,14 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from omni.errors import UserError
-from omni.generate.listening import Listening
-from omni.generate.question import Withdrawn, is_coming
+from omni.generate.question import Listening, Withdrawn, is_coming
 from omni.generate.results import Answer, AudioChunk, Ended, Event, TextDelta, Timings
 from omni.tasks import Task, find_task
 
@@ -73,14 +73,10 @@ class AnswerStream:
         self._over = self._busy = False
         self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
         self._reader: asyncio.Task[Any] | None = None
-        try:
+        with suppress(RuntimeError):
             asyncio.get_running_loop()
-        except RuntimeError:
-            in_loop = False
-        else:
-            in_loop = True
-        if not in_loop:
-            self._ask()
+            return
+        self._ask()
 
     # --- a plain iterator ---------------------------------------------------------------------------------------------
 
@@ -90,10 +86,7 @@ class AnswerStream:
         try:
             if self._is_coming:
                 listening = self._listen()
-                try:
-                    listening.take(self._question)
-                finally:
-                    self._session.end_reading(listening)
+                listening.take(self._question)
                 self._question = listening
             self._session.begin(self._read())
         except Withdrawn:
@@ -179,33 +172,21 @@ class AnswerStream:
             last = self._session._last
             if last is not None and last.reader == TASK:  # of a task that was perhaps cancelled just now
                 await asyncio.sleep(0)
-        self._begun, self._bell = True, _Bell(asyncio.get_running_loop())
+        self._begun, self._bell = True, _Bell(self._session.let_go)
         if self.running is not None:  # asked before the loop ran
-            self._attend(self.running)
+            self._bell.attend(self.running)
             return
-        if self._is_coming:
-            await self._take()
-        running = await asyncio.to_thread(self._read)
-        self._attend(running)
-        await asyncio.to_thread(self._session.begin, running)
-
-    def _attend(self, running: Listener) -> None:
-        """Have its events wake the task that waits for them."""
-        assert self._bell is not None
-        running.wake = self._bell.of(running, self._session.let_go)
-
-    async def _take(self) -> None:
-        """Listen to a question whose sound is still coming: an asynchronous iterator here, another in a thread."""
-        self._session.check()
-        listening, pieces = await asyncio.to_thread(self._listen), self._question
-        try:
+        if self._is_coming:  # an asynchronous iterator is read here, another in a thread
+            self._session.check()
+            listening, pieces = await asyncio.to_thread(self._listen), self._question
             if isinstance(pieces, AsyncIterable):
                 await listening.take_async(pieces)
             else:
                 await asyncio.to_thread(listening.take, pieces)
-        finally:
-            self._session.end_reading(listening)
-        self._question = listening
+            self._question = listening
+        running = await asyncio.to_thread(self._read)
+        self._bell.attend(running)
+        await asyncio.to_thread(self._session.begin, running)
 
     def _listen(self) -> Listening:
         listening: Listening = self._session.begin_reading(self._task, self._rate)  # in a thread, as `_read`
@@ -247,10 +228,17 @@ class AnswerStream:
 
     def _watch(self) -> None:
         """Have the answer cancelled when the task that takes its events is cancelled between two of them."""
-        task = asyncio.current_task()
-        if task is not None and task is not self._reader:
-            self._reader = task
-            task.add_done_callback(_canceller(weakref.ref(self)))
+        task, stream = asyncio.current_task(), weakref.ref(self)
+        if task is None or task is self._reader:
+            return
+
+        def done(task: asyncio.Task[Any]) -> None:
+            own = stream()
+            if own is not None and task.cancelled() and own._reader is task:
+                own.close()
+
+        self._reader = task
+        task.add_done_callback(done)
 
     def close(self) -> None:
         """Cancel what is left of the answer, once, from any thread; waits for nobody."""
@@ -266,24 +254,15 @@ class AnswerStream:
             self._session.abandon()
 
 
-def _canceller(answer: weakref.ref[AnswerStream]) -> Callable[[asyncio.Task[Any]], None]:
-    def done(task: asyncio.Task[Any]) -> None:
-        stream = answer()
-        if stream is not None and task.cancelled() and stream._reader is task:
-            stream.close()
-
-    return done
-
-
 class _Bell:
     """Wakes the task that waits for an event. `event`: set in the loop after each ring."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, leave: Callable[[Any], None]) -> None:
         self.event = asyncio.Event()
-        self._loop, self._rung = loop, False
+        self._loop, self._leave, self._rung = asyncio.get_running_loop(), leave, False
 
-    def of(self, running: Listener, leave: Callable[[Any], None]) -> Callable[[], None]:
-        """Function that an answer calls, in any thread, where it has an event; with a closed loop it ends the answer."""
+    def attend(self, running: Listener) -> None:
+        """Have an answer ring, in any thread, where it has an event; with a closed loop that ends the answer."""
 
         def ring() -> None:
             if self._rung:
@@ -294,9 +273,9 @@ class _Bell:
             except RuntimeError:
                 running.wake = None
                 running.stop()
-                leave(running)
+                self._leave(running)
 
-        return ring
+        running.wake = ring
 
     def _wake(self) -> None:
         self._rung = False

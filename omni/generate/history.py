@@ -12,19 +12,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from omni.encoder.config import PreparedSound
 from omni.errors import RoomError
-from omni.generate.question import Asked, new_sound
+from omni.generate.listening import FeatureStream, new_sound
+from omni.generate.question import Asked
 from omni.layout import Layout
 from omni.model.kv_cache import KVCache
 from omni.tasks import Columns, Task, Turn, answer, join, prompt, system_message
-
-if TYPE_CHECKING:
-    from omni.generate.listening import FeatureStream
 
 Key = tuple[int, ...]
 """Identifies a column: its K ids, and the sound and index of the feature that it takes (-1 and -1 for none)."""

@@ -1,213 +1,140 @@
-"""A question that is heard while its sound comes.
-
-    listening = session.listen(sample_rate=24_000)
-    listening.push(samples)                            # as they come
-    for event in session.ask(listening): ...           # or listening.drop()
+"""Hears a question in the engine while its sound comes: the features of its frames, and where it ends by the model's turn head.
 
 Where the encoder hears in chunks (`EncoderConfig.chunk_samples`), each is encoded and prefilled as soon as it is full, in time
-that the engine does not need for others, so that at the question's end only the last is left. With other encoders the sound is
-gathered, and encoded when it is asked. In the engine:
+that the engine does not need for others, so that at the question's end only the last is left:
 
     push: samples (any thread) --> [waiting] --> advance: a chunk (the stepping thread) --> features --> finish: the rest
     peek: samples that may not belong to it --> [peeked] --> advance --> the turn head --> `turn`
 
 Chunks of peeked sound are encoded behind those of the question. Where the sound turns out to belong to it, they are its own.
 
-Dimensions: S samples, T encoder frames, N features, W width.
+The turn head alone, over sound that is encoded elsewhere:
+
+    listener = TurnListener.from_folder(folder)       # None for a model without a turn head
+    frames = listener.encoder.stream().push(samples)
+    probabilities = listener.probabilities(frames)    # [T, 2] of voice and of end, for each encoder frame
+    ended(probabilities, RULES["medium"])             # [T] bool: the turn may be answered
+
+Dimensions: S samples of 16 kHz sound, T encoder frames, N features, W width.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors import safe_open
+from torch import Tensor, nn
 
-from omni.audio.waveform import SoundPieces, as_piece
+from omni.checkpoint.folder import load_folder, read_config
+from omni.checkpoint.places import WEIGHTS
+from omni.encoder.base import Encoder, build_encoder
 from omni.errors import UserError
-from omni.generate.question import (
-    Asked,
-    Incoming,
-    KnownFeatures,
-    asked_by_clip,
-    longest,
-    new_sound,
-    take_all,
-)
-from omni.generate.turn_end import TurnFrames, TurnListener
 from omni.lora.attach import active_of
-from omni.model.multitask_projector import SHARING
-from omni.model.speech_model import SpeechModel
-from omni.tasks import Task, Turn, find_task
+from omni.model.speech_model import SpeechModel, Unfilled, check_state
+from omni.stores.reading import local_path
 
-
-class Listening:
-    """The sound of one question; `Session.listen` makes it, and `ask` of the session takes it as a question.
-
-    Args:
-        session: an `omni.generate.session.Session`, which may be read.
-        task: that it is going to be asked as; another is taken, and encoded again where the projector is gated by task.
-        turn: have the model's turn head hear where it ends.
-
-    Attributes:
-        turn: the turn head's probabilities of its frames; None without one, or where the whole is encoded at once.
-    """
-
-    def __init__(self, session: Any, task: Task | str, sample_rate: Any, turn: bool = False) -> None:
-        self.task = find_task(task)
-        if self.task.question == "text":
-            raise UserError(
-                f"task {self.task.name} asks in writing, and there is nothing to listen to; use one that asks by speech"
-            )
-        self.session, self._config = session, session.config
-        self._incoming = Incoming(sample_rate, longest(self._config))
-        self._pieces = SoundPieces(self._incoming.rate)
-        self._lock = threading.RLock()
-        self._clip: list[Tensor] = []  # at 16 kHz
-        self._asked: Asked | None = None
-        self._dropped = False
-        encoder = self._config.encoder
-        heard = turn and self._config.turn and encoder.chunk_samples is not None
-        self.turn = TurnFrames(encoder.frames_per_second) if heard else None
-        self._ahead: SoundPieces | None = None  # behind what was peeked at
-        self._again = 0  # samples that were peeked at and not pushed
-        self._sound = session.open_sound(self.task, self.turn)
-
-    @property
-    def seconds(self) -> float:
-        """Length of the sound so far."""
-        return self._incoming.seconds
-
-    def push(self, piece: Any) -> None:
-        """Take the next piece: samples [S] at the sample rate, or of two channels, as a tensor, an array or a list; all of
-        one type and one number of channels. It may be empty, and the caller may use its memory again. Waits for nobody.
-        UserError: it is no sound, of another kind than those before, not finite, too loud, or makes the question too long
-        (nothing of it is taken then); the sound was dropped or asked before; the session or the engine is closed."""
-        with self._lock:
-            self._check_open()
-            if not self._incoming.withdrawn:
-                self.session.check()
-            scaled = self._incoming.add(piece)
-            if self._sound is not None and scaled.size:
-                self._give(self._pieces.push(scaled))
-                self._again = max(self._again - scaled.shape[-1], 0)
-                self._ahead = self._ahead if self._again else None
-
-    def peek(self, piece: Any) -> None:
-        """Have the turn head hear samples [S] that follow, and may not belong to the question, such as the silence behind it.
-        Where they do, push them too. Without a turn head nothing is done; raises as `push`."""
-        with self._lock:
-            self._check_open()
-            if self.turn is None:
-                return
-            self.session.check()
-            scaled = as_piece(piece, "the sound", self._incoming.check_room)[1]
-            self._ahead = self._ahead or self._pieces.copy()
-            self._again += scaled.shape[-1]
-            self.session.hear(self._sound, self._ahead.push(scaled), peek=True)
-
-    def _give(self, samples: Tensor) -> None:
-        self._clip.append(samples)
-        self.session.hear(self._sound, samples)
-
-    def _check_open(self) -> None:
-        if self._dropped or self._asked is not None:
-            state = "dropped" if self._dropped else "asked"
-            raise UserError(f"this sound was {state}, and takes no more pieces; listen to another")
-
-    def drop(self) -> None:
-        """Forget the sound: it was no question. The history has nothing of it, and the cache is cut by the next question."""
-        self._dropped = True
-        self.session.drop_sound(self._sound)
-        self._clip, self._asked = [], None
-
-    def __del__(self) -> None:
-        if getattr(self, "_sound", None) is not None and self._asked is None:
-            self.session.drop_sound(self._sound)  # nobody has it any more
-
-    def withdraw(self) -> None:
-        """Take no more of an iterator, whose answer was cancelled: the next piece raises `Withdrawn`."""
-        self._incoming.withdrawn = True
-        self.session.drop_sound(self._sound)
-
-    def take(self, pieces: Iterator[Any]) -> None:
-        """Push all pieces of an iterator, which is closed where they are not taken to its end."""
-        take_all(pieces, self.push)
-        self._incoming.check()
-
-    async def take_async(self, pieces: AsyncIterable[Any]) -> None:
-        """`take` of an asynchronous iterator."""
-        iterator = aiter(pieces)
-        try:
-            async for piece in iterator:
-                self.push(piece)
-        finally:
-            if hasattr(iterator, "aclose"):
-                await iterator.aclose()
-        self._incoming.check()
-
-    def so_far(self) -> AudioSoFar:
-        """What has been heard by now, as a question for another session of the same engine: `other.ask(listening.so_far(),
-        "A1T1")`. Nothing is encoded for it, and what the other session has been asked of this sound before is not fed again."""
-        return AudioSoFar(self)
-
-    def known(self, task: Task) -> Asked:
-        """The question that `so_far` is. UserError: nothing was heard by now, or the projector is gated by task."""
-        with self._lock:
-            self._check_open()
-            if self._sound is None:
-                raise UserError("this encoder hears whole questions only, and nothing is known of this one; ask its sound")
-            if task.question == "text":
-                raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
-            if task.name != self.task.name and self._config.projector.kind in SHARING:
-                raise UserError(f"the projector is gated by task, and this sound is heard for {self.task.name}; ask its sound")
-            return Asked(Turn(task), None, heard=self.session.sound_so_far(self._sound))
-
-    def asked(self, session: Any, task: Task) -> Asked:
-        """The question that the sound is; more is not taken afterwards. UserError: there was no sound, it was dropped, it is
-        another session's, or it is asked in writing."""
-        with self._lock:
-            if session is not self.session:
-                raise UserError("this sound was listened to by another session; ask it there")
-            if task.question == "text":
-                raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
-            if self._dropped:
-                self._check_open()
-            if self._asked is None:
-                self._asked = self._ended(task)
-            asked = self._asked
-            if task.name == self.task.name or self._config.projector.kind not in SHARING:
-                return replace(asked, turn=replace(asked.turn, task=task))
-            self.session.drop_sound(self._sound)
-            return replace(asked, turn=replace(asked.turn, task=task), heard=None)
-
-    def _ended(self, task: Task) -> Asked:
-        incoming = self._incoming
-        incoming.check()
-        rest = None if self._sound is None else self._pieces.finish()
-        if rest is None:  # the whole is read at once
-            self.session.drop_sound(self._sound)
-            asked: Asked = self.session._read_question(incoming.whole(), task, incoming.rate)
-            return asked
-        self._give(rest)
-        clip, self._clip = torch.cat(self._clip), []
-        incoming.forget()
-        return replace(asked_by_clip(clip, task, self._config), heard=self._sound)
+VOICE, END = 0, 1
+"""Columns of the head."""
 
 
 @dataclass(frozen=True)
-class AudioSoFar:
-    """A sound that is still coming, as far as it was heard when it is asked."""
+class EndRule:
+    """When a turn has ended: where the end's probability has been at least `threshold` for `frames` encoder frames."""
 
-    listening: Listening
+    threshold: float
+    frames: int = 2
 
 
-TellTurn = Callable[[int, Tensor], None]
-"""Is told the turn head's probabilities [T, 2] of the frames from a number on."""
+HANGOVER = 0.1
+"""Seconds by which voice activity may find the end of speech too late."""
+
+RULES = {"low": EndRule(0.8), "medium": EndRule(0.4), "high": EndRule(0.2), "auto": EndRule(0.4)}
+"""By eagerness, as the Realtime API names it; chosen on the nano model, see docs/training.md."""
+
+
+def ended(probabilities: Tensor, rule: EndRule) -> Tensor:
+    """Frames [T] bool, of probabilities [T, 2], at which a turn has ended."""
+    sure = (probabilities[:, END] >= rule.threshold).int()
+    before = torch.nn.functional.pad(sure.cumsum(0), (rule.frames, 0))
+    return (before[rule.frames :] - before[: -rule.frames]) == rule.frames
+
+
+class TurnListener:
+    """Encoder and turn head of a model; any number of streams."""
+
+    def __init__(self, encoder: Encoder, head: nn.Module) -> None:
+        self.encoder, self.head = encoder.eval(), head.eval()
+
+    @classmethod
+    def of(cls, model: SpeechModel) -> TurnListener:
+        """The listener of a model; UserError where it has no turn head."""
+        if model.turn_head is None:
+            raise UserError("the model has no turn head: train one with model.turn (and encoder.mode chunked)")
+        return cls(model.encoder, model.turn_head)
+
+    @classmethod
+    def from_folder(cls, folder: str | os.PathLike[str]) -> TurnListener | None:
+        """The listener of a model folder in float32, its other weights left unread; None where it has no turn head."""
+        config, file = read_config(folder), local_path(folder) / WEIGHTS
+        if not config.turn:
+            return None
+        with Unfilled():
+            encoder, head = build_encoder(config.encoder), nn.Linear(config.encoder.width, 2)
+        parts = nn.ModuleDict({"encoder": encoder, "turn_head": head})
+        with safe_open(file, "pt") as stored:
+            names = [name for name in stored.keys() if name.partition(".")[0] in parts]  # noqa: SIM118
+            if "turn_head.scale" in names:  # in int8
+                return cls.of(load_folder(folder, mute=True).model)
+            state = {name: stored.get_tensor(name) for name in names}
+        check_state(state, parts.state_dict(), str(file))
+        parts.load_state_dict(state, assign=True)
+        return cls(encoder.float(), head.float())
+
+    @property
+    def frames_per_second(self) -> float:
+        return self.encoder.config.frames_per_second
+
+    @torch.no_grad()
+    def probabilities(self, frames: Tensor) -> Tensor:
+        """Probabilities [T, 2] of voice and end, float32, of encoder frames [T, D], one by one: a product of other rows would
+        be rounded otherwise."""
+        return torch.cat([self.head(frame).float().sigmoid() for frame in frames.split(1)])
+
+
+class TurnFrames:
+    """Probabilities [T, 2] of voice and of end, of the first frames of a sound that is encoded elsewhere while it comes.
+
+    They may come late: a frame's probabilities hold for its time in the sound, not for when they are known. `rate`: frames per
+    second of the sound."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.known = torch.zeros(0, 2)
+
+    def put(self, first: int, new: Tensor) -> None:
+        """Takes the probabilities of the frames from `first` on."""
+        self.known = torch.cat([self.known[:first], new])
+
+    def ended(self, second: float, voiced: float, rule: EndRule) -> bool:
+        """Whether the turn has ended, at a second of the sound whose last speech was at `voiced`: frames before that speech do
+        not say so."""
+        frames = min(int(second * self.rate), len(self.known))
+        if frames < rule.frames or frames / self.rate < voiced - HANGOVER:
+            return False
+        return bool(ended(self.known[frames - rule.frames : frames], rule)[-1])
+
+
+# --- features ---------------------------------------------------------------------------------------------------------
+
+new_sound = itertools.count().__next__
+"""A number for a spoken question's features, that no other of this process has."""
 
 
 @dataclass
@@ -225,7 +152,8 @@ class FeatureStream:
 
     Args:
         task: name of the task that it is going to be asked as, for a projector that is gated by task.
-        turn: told the turn head's probabilities of each frame, peeked ones too; None leaves the head out.
+        turn: is told the turn head's probabilities [T, 2] of the frames from a number on, peeked ones too; None leaves the
+            head out.
 
     Attributes:
         number: of its features (`new_sound`).
@@ -234,7 +162,7 @@ class FeatureStream:
         lost: they cannot be continued: the model was moved, or its adapters or edits changed.
     """
 
-    def __init__(self, model: SpeechModel, task: str, turn: TellTurn | None = None) -> None:
+    def __init__(self, model: SpeechModel, task: str, turn: Callable[[int, Tensor], None] | None = None) -> None:
         size = model.config.encoder.chunk_samples
         assert size is not None
         self.number, self.task, self.size = new_sound(), task, size
@@ -280,11 +208,11 @@ class FeatureStream:
         """Number of the features that are known."""
         return 0 if self.features is None else len(self.features)
 
-    def so_far(self) -> KnownFeatures:
-        """The features that are known by now; UserError where none is, or they are lost."""
+    def so_far(self) -> tuple[int, Tensor]:
+        """Its number, and the features that are known by now; UserError where none is, or they are lost."""
         if self.features is None or self.lost:
             raise UserError("nothing of this sound has been heard so far; ask later")
-        return KnownFeatures(self.number, self.features)
+        return self.number, self.features
 
     def push(self, samples: Tensor) -> None:
         """Take the next samples [S] at 16 kHz; they are kept, not copied."""
@@ -294,18 +222,13 @@ class FeatureStream:
             self._pieces.append(samples)
             self._waiting.append(samples)
             self._came += len(samples)
-            if self._beyond:
-                self._keep_peeked(samples)
-
-    def _keep_peeked(self, samples: Tensor) -> None:
-        """Samples came that were peeked at before: what was made of others than these is dropped."""
-        peeked = torch.cat(self._peeked)
-        both = min(len(peeked), len(samples))
-        self._peeked = [peeked[both:]]
-        self._beyond = len(peeked) - both
-        if not torch.allclose(peeked[:both], samples[:both], rtol=0, atol=1e-6):
-            self._drop_peeked()
-            self._judged = self._encoded
+            if self._beyond:  # they were peeked at before: what was made of others than these is dropped
+                peeked = torch.cat(self._peeked)
+                both = min(len(peeked), len(samples))
+                self._peeked, self._beyond = [peeked[both:]], len(peeked) - both
+                if not torch.allclose(peeked[:both], samples[:both], rtol=0, atol=1e-6):
+                    self._drop_peeked()
+                    self._judged = self._encoded
 
     def peek(self, samples: Tensor) -> None:
         """Take samples [S] behind all that came and was peeked at, which may not belong to the question; where they do, they
@@ -372,7 +295,12 @@ class FeatureStream:
             self._encoded += len(new)
             if last:
                 frames.append(self._stream.finish())
-            self._project(torch.cat(frames), last)
+            known, stack = torch.cat(frames), self._model.config.projector.stack
+            count = len(known) if last else len(known) // stack * stack
+            self._frames = known[count:]
+            if count:
+                features = self._model.projector(known[:count], [count], [self.task])
+                self.features = features if self.features is None else torch.cat([self.features, features])
         except Exception:  # what is wrong with it is said when the whole is encoded
             self.lost = True
 
@@ -416,14 +344,6 @@ class FeatureStream:
         first = max(first, self._judged)
         self._judged = first + len(frames)
         self._turn(first, listener.probabilities(frames).cpu())
-
-    def _project(self, frames: Tensor, last: bool) -> None:
-        stack = self._model.config.projector.stack
-        count = len(frames) if last else len(frames) // stack * stack
-        self._frames = frames[count:]
-        if count:
-            new = self._model.projector(frames[:count], [count], [self.task])
-            self.features = new if self.features is None else torch.cat([self.features, new])
 
     def _next(self, samples: int) -> Tensor:
         """The next samples that wait, [samples]."""

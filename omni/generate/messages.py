@@ -162,7 +162,7 @@ def _turn(
     name = reply.task or question.task or usual
     task = find_task(name if (find_task(name).question == "audio") == spoken else usual)  # else a text would be read as a path
     try:
-        asked = read_question(question.text or "" if question.audio is None else question.audio, task, model, tokenizer)
+        asked = read_question(question.text or "" if question.audio is None else question.audio, task, model.config, tokenizer)
         if question.tokens is not None and not spoken:
             ids = _ids(question.text or "", question.tokens, tokenizer)
             asked = replace(asked, turn=replace(asked.turn, question=ids))
@@ -259,7 +259,7 @@ def _saved_turn(
     question: Any = own["audio"] if task.question == "audio" else facts["question"]
     if question is None:
         raise UserError(f"turn {number + 1}: the sound of its question is missing; save the conversation again")
-    asked = read_question(question, task, model, tokenizer)
+    asked = read_question(question, task, model.config, tokenizer)
     turn = asked.turn if task.question == "audio" else replace(asked.turn, question=ids["question"] or ())
     text, codes = ids["text"], own["codes"]
     if (text is None) is task.text or (codes is None) is task.audio:

@@ -1,7 +1,12 @@
 """Reads questions (a text, sound held in Python, a file, or pieces that are still coming) as the ids and the 16 kHz clip of a
 turn.
 
-What is wrong with a piece is said when it comes, and a sound that is too long is refused as soon as it is.
+    listening = session.listen(sample_rate=24_000)
+    listening.push(samples)                            # as they come
+    for event in session.ask(listening): ...           # or listening.drop()
+
+What is wrong with a piece is said when it comes, and a sound that is too long is refused as soon as it is. What has come is
+heard at once where the encoder hears in chunks (`omni.generate.listening`); else it is gathered, and encoded when it is asked.
 
 Dimensions: S samples, N features of a clip after the projector, W width.
 """
@@ -9,9 +14,9 @@ Dimensions: S samples, N features of a clip after the projector, W width.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from numbers import Number
 from typing import Any
 
@@ -21,10 +26,12 @@ from torch import Tensor
 
 from omni.audio.decode import SUFFIXES
 from omni.audio.io import SAMPLE_RATE, AudioSource, shorten, sound_warnings
-from omni.audio.waveform import as_piece, is_waveform, read_sound, unwrap, whole_rate
+from omni.audio.waveform import SoundPieces, as_piece, is_waveform, read_sound, unwrap, whole_rate
 from omni.config import ModelConfig
 from omni.encoder.config import PreparedSound
 from omni.errors import UserError, warn_about_sound
+from omni.generate.listening import TurnFrames
+from omni.model.multitask_projector import SHARING
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
@@ -56,7 +63,7 @@ class Incoming:
     def __init__(self, sample_rate: Any, most: float) -> None:
         self.rate, self.most = whole_rate(sample_rate), most
         self.withdrawn = False
-        self._pieces: list[np.ndarray] = []
+        self.pieces: list[np.ndarray] = []
         self._count = self._samples = 0
         self._two: int | None = None  # dimension of the pieces that has two channels
 
@@ -77,11 +84,11 @@ class Incoming:
         array, scaled = as_piece(piece, name, self.check_room, self._two)
         if not array.size:
             return scaled.reshape(-1)
-        if self._pieces and _form(array) != _form(self._pieces[0]):
-            raise UserError(f"{name} is {_form(array)}, and those before are {_form(self._pieces[0])}; give all in one form")
-        if not self._pieces and array.ndim == 2:
+        if self.pieces and _form(array) != _form(self.pieces[0]):
+            raise UserError(f"{name} is {_form(array)}, and those before are {_form(self.pieces[0])}; give all in one form")
+        if not self.pieces and array.ndim == 2:
             self._two = int(np.shape(piece)[0] != 2)
-        self._pieces.append(array)
+        self.pieces.append(array)
         self._samples += array.shape[-1]
         return scaled
 
@@ -97,23 +104,14 @@ class Incoming:
         """UserError where there was no sound, Withdrawn where the answer was cancelled."""
         if self.withdrawn:
             raise Withdrawn
-        if not self._pieces:
+        if not self.pieces:
             problem = "ended without a piece of sound" if not self._count else f"gave {self._count} pieces without samples"
             raise UserError(f"the question {problem}; give at least some milliseconds of sound")
-
-    def forget(self) -> None:
-        """Free the pieces."""
-        self._pieces = []
 
     def whole(self) -> np.ndarray:
         """All pieces as one sound, [S] or [2, S]; raises as `check`."""
         self.check()
-        return np.concatenate(self._pieces, axis=-1)
-
-    def gather(self, pieces: Iterator[Any]) -> np.ndarray:
-        """Take all pieces of an iterator, which is closed where they are not taken to its end; returns `whole`."""
-        take_all(pieces, self.add)
-        return self.whole()
+        return np.concatenate(self.pieces, axis=-1)
 
 
 def take_all(pieces: Iterator[Any], take: Callable[[Any], object]) -> None:
@@ -168,32 +166,16 @@ def longest(config: ModelConfig) -> float:
     return config.decoder.context * config.projector.stack / encoder.frames_per_second
 
 
-_SOUNDS = count()
-
-
-def new_sound() -> int:
-    """A number for a spoken question's features, that no other of this process has."""
-    return next(_SOUNDS)
-
-
-@dataclass(frozen=True)
-class KnownFeatures:
-    """Features [N, W] so far of a question that is still coming, and the number by which its stream has them."""
-
-    number: int
-    features: Tensor
-
-
 @dataclass(frozen=True)
 class Asked:
     """A question as ids and sound: the turn without its answer, the spoken question [S] at 16 kHz, and what was prepared of it
     for the encoder; of sound that is heard while it comes, its number in the engine, or where it is still coming the numbers of
-    its session and of itself, and then, there, what is known of it."""
+    its session and of itself."""
 
     turn: Turn
     clip: Tensor | None
     prepared: PreparedSound | None = None
-    heard: KnownFeatures | tuple[int, int] | int | None = None
+    heard: tuple[int, int] | int | None = None
 
     @property
     def task(self) -> Task:
@@ -214,7 +196,7 @@ def several(question: Any) -> bool:
 
 
 def read_question(
-    question: Question | Coming, task: Task | str, model: SpeechModel, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
+    question: Question | Coming, task: Task | str, config: ModelConfig, tokenizer: Tokenizer, sample_rate: int = SAMPLE_RATE
 ) -> Asked:
     """Check and read one question. UserError: the question is not of the task's kind, empty, too long, not finite, too loud, or
     its file cannot be read.
@@ -234,13 +216,15 @@ def read_question(
             way = f"to ask its sound use task={spoken!r}" if spoken in TASKS else "leave it so, or ask its sound"
             said = f"the question {shorten(question)} is the name of a file, but task {task.name} asks it as a text; {way}"
             warn_about_sound(said)
-        turn = Turn(task, question=tuple(tokenizer.encode(question, model.config.decoder.context)))
-        prompt(model.layout, turn)
+        turn = Turn(task, question=tuple(tokenizer.encode(question, config.decoder.context)))
+        prompt(config.layout, turn)
         return Asked(turn, None)
     if isinstance(question, AsyncIterable):
         raise UserError(f"the question is {_kind(question)}, an asynchronous iterator; ask it by `async for`")
     if isinstance(question, Iterator) and is_coming(question):
-        question = Incoming(sample_rate, longest(model.config)).gather(question)
+        incoming = Incoming(sample_rate, longest(config))
+        take_all(question, incoming.add)
+        question = incoming.whole()
     sound, rate = unwrap(question, sample_rate)
     if isinstance(sound, str):
         refuse_remote(sound, "sound file")
@@ -248,9 +232,9 @@ def read_question(
         written = f"T1{task.name[2:]}"
         way = f"for a written question use task={written!r}" if written in TASKS else "check its path"
         raise UserError(f"task {task.name} asks by speech, and there is no sound file {shorten(sound)}; {way}")
-    clip = read_sound(sound, rate, max_seconds=longest(model.config))
+    clip = read_sound(sound, rate, max_seconds=longest(config))
     name = shorten(os.fspath(sound)) if isinstance(sound, (str, os.PathLike)) else "the question"
-    return asked_by_clip(clip, task, model.config, name)
+    return asked_by_clip(clip, task, config, name)
 
 
 def asked_by_clip(clip: Tensor, task: Task, config: ModelConfig, name: str = "the question") -> Asked:
@@ -290,3 +274,166 @@ def _kind(question: Any) -> str:
     if isinstance(question, Tensor):
         return f"a waveform of shape {list(question.shape)}"
     return f"a {type(question).__name__}"
+
+
+# --- sound that is still coming ---------------------------------------------------------------------------------------
+
+
+class Listening:
+    """The sound of one question; `Session.listen` makes it, and `ask` of the session takes it as a question.
+
+    Args:
+        session: an `omni.generate.session.Session`, which may be read.
+        task: that it is going to be asked as; another is taken, and encoded again where the projector is gated by task.
+        turn: have the model's turn head hear where it ends.
+
+    Attributes:
+        turn: the turn head's probabilities of its frames; None without one, or where the whole is encoded at once.
+    """
+
+    def __init__(self, session: Any, task: Task | str, sample_rate: Any, turn: bool = False) -> None:
+        self.task = find_task(task)
+        if self.task.question == "text":
+            raise UserError(
+                f"task {self.task.name} asks in writing, and there is nothing to listen to; use one that asks by speech"
+            )
+        self.session, self._config = session, session.config
+        self._incoming = Incoming(sample_rate, longest(self._config))
+        self._pieces = SoundPieces(self._incoming.rate)
+        self._lock = threading.RLock()
+        self._clip: list[Tensor] = []  # at 16 kHz
+        self._asked: Asked | None = None
+        self._dropped = False
+        encoder = self._config.encoder
+        heard = turn and self._config.turn and encoder.chunk_samples is not None
+        self.turn = TurnFrames(encoder.frames_per_second) if heard else None
+        self._ahead: SoundPieces | None = None  # behind what was peeked at
+        self._again = 0  # samples that were peeked at and not pushed
+        self._sound = session.open_sound(self.task, self.turn)
+
+    @property
+    def seconds(self) -> float:
+        """Length of the sound so far."""
+        return self._incoming.seconds
+
+    def push(self, piece: Any) -> None:
+        """Take the next piece: samples [S] at the sample rate, or of two channels, as a tensor, an array or a list; all of
+        one type and one number of channels. It may be empty, and the caller may use its memory again. Waits for nobody.
+        UserError: it is no sound, of another kind than those before, not finite, too loud, or makes the question too long
+        (nothing of it is taken then); the sound was dropped or asked before; the session or the engine is closed."""
+        with self._lock:
+            self._check_open()
+            if not self._incoming.withdrawn:
+                self.session.check()
+            scaled = self._incoming.add(piece)
+            if self._sound is not None and scaled.size:
+                self._give(self._pieces.push(scaled))
+                self._again = max(self._again - scaled.shape[-1], 0)
+                self._ahead = self._ahead if self._again else None
+
+    def peek(self, piece: Any) -> None:
+        """Have the turn head hear samples [S] that follow, and may not belong to the question, such as the silence behind it.
+        Where they do, push them too. Without a turn head nothing is done; raises as `push`."""
+        with self._lock:
+            self._check_open()
+            if self.turn is None:
+                return
+            self.session.check()
+            scaled = as_piece(piece, "the sound", self._incoming.check_room)[1]
+            self._ahead = self._ahead or self._pieces.copy()
+            self._again += scaled.shape[-1]
+            self.session.hear(self._sound, self._ahead.push(scaled), peek=True)
+
+    def _give(self, samples: Tensor) -> None:
+        self._clip.append(samples)
+        self.session.hear(self._sound, samples)
+
+    def _check_open(self) -> None:
+        if self._dropped or self._asked is not None:
+            state = "dropped" if self._dropped else "asked"
+            raise UserError(f"this sound was {state}, and takes no more pieces; listen to another")
+
+    def drop(self) -> None:
+        """Forget the sound: it was no question. The history has nothing of it, and the cache is cut by the next question."""
+        self._dropped = True
+        self.session.drop_sound(self._sound)
+        self._clip, self._asked = [], None
+
+    def __del__(self) -> None:
+        if getattr(self, "_sound", None) is not None and self._asked is None:
+            self.session.drop_sound(self._sound)  # nobody has it any more
+
+    def withdraw(self) -> None:
+        """Take no more of an iterator, whose answer was cancelled: the next piece raises `Withdrawn`."""
+        self._incoming.withdrawn = True
+        self.session.drop_sound(self._sound)
+
+    def take(self, pieces: Iterator[Any]) -> None:
+        """Push all pieces of an iterator, which is closed where they are not taken to its end."""
+        try:
+            take_all(pieces, self.push)
+        finally:
+            self.session.end_reading(self)
+        self._incoming.check()
+
+    async def take_async(self, pieces: AsyncIterable[Any]) -> None:
+        """`take` of an asynchronous iterator."""
+        iterator = aiter(pieces)
+        try:
+            async for piece in iterator:
+                self.push(piece)
+        finally:
+            self.session.end_reading(self)
+            if hasattr(iterator, "aclose"):
+                await iterator.aclose()
+        self._incoming.check()
+
+    def so_far(self) -> AudioSoFar:
+        """What has been heard by now, as a question for another session of the same engine: `other.ask(listening.so_far(),
+        "A1T1")`. Nothing is encoded for it, and what the other session has been asked of this sound before is not fed again."""
+        return AudioSoFar(self)
+
+    def known(self, task: Task) -> Asked:
+        """The question that `so_far` is. UserError: nothing was heard by now, or the projector is gated by task."""
+        with self._lock:
+            self._check_open()
+            if self._sound is None:
+                raise UserError("this encoder hears whole questions only, and nothing is known of this one; ask its sound")
+            if task.name != self.task.name and self._config.projector.kind in SHARING:
+                raise UserError(f"the projector is gated by task, and this sound is heard for {self.task.name}; ask its sound")
+            return Asked(Turn(task), None, heard=(self.session.number, self._sound))
+
+    def asked(self, session: Any, task: Task) -> Asked:
+        """The question that the sound is; more is not taken afterwards. UserError: there was no sound, it was dropped, it is
+        another session's."""
+        with self._lock:
+            if session is not self.session:
+                raise UserError("this sound was listened to by another session; ask it there")
+            if self._dropped:
+                self._check_open()
+            if self._asked is None:
+                self._asked = self._ended(task)
+            asked = self._asked
+            if task.name == self.task.name or self._config.projector.kind not in SHARING:
+                return replace(asked, turn=replace(asked.turn, task=task))
+            self.session.drop_sound(self._sound)
+            return replace(asked, turn=replace(asked.turn, task=task), heard=None)
+
+    def _ended(self, task: Task) -> Asked:
+        incoming = self._incoming
+        incoming.check()
+        rest = None if self._sound is None else self._pieces.finish()
+        if rest is None:  # the whole is read at once
+            self.session.drop_sound(self._sound)
+            return read_question(incoming.whole(), task, self._config, self.session.tokenizer, incoming.rate)
+        self._give(rest)
+        clip, self._clip = torch.cat(self._clip), []
+        incoming.pieces = []
+        return replace(asked_by_clip(clip, task, self._config), heard=self._sound)
+
+
+@dataclass(frozen=True)
+class AudioSoFar:
+    """A sound that is still coming, as far as it was heard when it is asked."""
+
+    listening: Listening

@@ -30,12 +30,11 @@ from omni.engine.listener import Link, Listener
 from omni.engine.wire import EngineLost
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream, joined
-from omni.generate.listening import AudioSoFar, Listening
+from omni.generate.listening import TurnFrames
 from omni.generate.messages import History, Message
 from omni.generate.options import Keywords, SessionOptions, check_numbers, make_options
-from omni.generate.question import Asked, Coming, Question, Withdrawn, read_question, several
+from omni.generate.question import Asked, AudioSoFar, Coming, Listening, Question, Withdrawn, read_question, several
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
-from omni.generate.turn_end import TurnFrames
 from omni.layout import Layout
 from omni.tasks import Task, Turn, find_task
 from omni.text import Tokenizer
@@ -51,11 +50,11 @@ class Session:
 
     Args:
         source: a `Sessions`, of which its questions are asked.
-        number: its number in the engine.
         stop_when: ends an answer, see `omni.engine.listener.Listener`.
         sound: whether the answers' codes are decoded.
 
     Attributes:
+        number: its number in the engine; config: the model's.
         sample_rate: of the answers' sound, in Hz; 0 without a codec.
     """
 
@@ -67,8 +66,8 @@ class Session:
         stop_when: Callable[[str], bool] | None = None,
         sound: bool = True,
     ) -> None:
-        self._source, self._number, self._pace, self._stop_when = source, number, pace, stop_when
-        self._link = source._link
+        self.number, self._pace, self._stop_when = number, pace, stop_when
+        self._link, self.config = source._link, source.config
         self.tokenizer, self.sample_rate = source.tokenizer, source.sample_rate
         self._rate = self.sample_rate if sound else 0
         self._last: Listener | None = None
@@ -80,25 +79,17 @@ class Session:
         self._dropped = weakref.finalize(self, self._link.tell, "abandon", number)
         self._dropped.atexit = False
 
-    @property
-    def config(self) -> ModelConfig:
-        """The model's."""
-        return self._source.config
-
     def check(self) -> None:
         """UserError where no question is taken: the engine or the session is closed."""
-        self._open()
-        self._link.check(self._number)
-
-    def _open(self) -> None:
         if self._closed:
             raise UserError("this session is closed; start a new one")
+        self._link.check(self.number)
 
     def __repr__(self) -> str:
         state = "closed"
         if not self._closed:
             try:
-                state = self._link.request("read", self._number, "shown")
+                state = self._link.request("read", self.number, "shown")
             except EngineLost:
                 state = "lost"
         return f"Session({state})"
@@ -143,12 +134,15 @@ class Session:
         self.check()
         self.commit()
         clock = Clock()
+        task = find_task(task)
+        if isinstance(question, (Listening, AudioSoFar)) and task.question == "text":
+            raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
         if isinstance(question, Listening):
-            asked = question.asked(self, find_task(task))
+            asked = question.asked(self, task)
         elif isinstance(question, AudioSoFar):
-            asked = question.listening.known(find_task(task))
+            asked = question.listening.known(task)
         else:
-            asked = self._read_question(question, task, sample_rate)
+            asked = read_question(question, task, self.config, self.tokenizer, sample_rate)
         with self._lock:
             if gone is not None and gone():
                 raise Withdrawn
@@ -191,18 +185,14 @@ class Session:
             if answer is not None:
                 self._settle(answer)
 
-    def _read_question(self, question: Question | Coming, task: Task | str, sample_rate: int) -> Asked:
-        model: Any = self._source  # of which the configuration and the layout are asked for
-        return read_question(question, task, model, self.tokenizer, sample_rate)
-
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Listener:
         """An answer to a question, for `begin`; the last one is settled first. `clock` was started when the question came."""
         link, rate = self._link, self._rate if asked.task.audio else 0
         with self._lock:
-            self._open()
+            self.check()
             self.commit()  # once more: another thread may have asked meanwhile
             own = (seed, clock or Clock(), self._pace, rate, self._stop_when)
-            self._last = answer = Listener(link, self._number, link.number(), asked, *own)
+            self._last = answer = Listener(link, self.number, link.number(), asked, *own)
         return answer
 
     def begin(self, answer: Listener, message: str = "ask") -> Any:
@@ -218,7 +208,7 @@ class Session:
         try:
             if self._link.remote and asked.clip is not None:  # as far as that delays nobody else's sound
                 asked = replace(asked, prepared=self.config.encoder.prepare(asked.clip))
-            reply = self._link.request(message, self._number, answer.number, asked, answer.seed, answer.clock)
+            reply = self._link.request(message, self.number, answer.number, asked, answer.seed, answer.clock)
             if isinstance(asked.heard, int):
                 self._sound = None
             return reply
@@ -238,7 +228,7 @@ class Session:
         number = self._link.number()
         if turn is not None:
             self._link.follow(number, turn)
-        self._link.request("listen", self._number, number, task.name, turn is not None)
+        self._link.request("listen", self.number, number, task.name, turn is not None)
         self._sound = number
         return number
 
@@ -246,17 +236,13 @@ class Session:
         """Take the next samples [S] at 16 kHz of the sound that `open_sound` returned, or (`peek`) samples behind those, which
         may not belong to the question."""
         if self._sound == sound:
-            self._link.tell("hear", self._number, sound, samples, peek)
-
-    def sound_so_far(self, sound: int) -> tuple[int, int]:
-        """A sound still coming, as far as it was heard, for a question of another session."""
-        return self._number, sound
+            self._link.tell("hear", self.number, sound, samples, peek)
 
     def drop_sound(self, sound: int | None) -> None:
         """Listen no more; waits for nobody."""
         if sound is not None and self._sound == sound:
             self._sound = None
-            self._link.tell("drop_sound", self._number, sound)
+            self._link.tell("drop_sound", self.number, sound)
 
     # --- its answer ---------------------------------------------------------------------------------------------------
 
@@ -265,7 +251,7 @@ class Session:
         (text, sound, ended), (tokens, codes, logprobs) = joined(events), ((), None, None)
         if answer is not None:
             with suppress(EngineLost):
-                tokens, codes, logprobs = self._link.request("delivered", self._number, answer.number)
+                tokens, codes, logprobs = self._link.request("delivered", self.number, answer.number)
         return Answer(
             text=text,
             audio=sound if answer is not None and answer.rate > 0 and codes is not None else None,
@@ -289,7 +275,13 @@ class Session:
                 with self._lock:
                     self._settle(answer)
 
-    def cancel(self, played_seconds: float | None = None, shown_characters: int | None = None) -> None:
+    def cancel(
+        self,
+        played_seconds: float | None = None,
+        shown_characters: int | None = None,
+        *,
+        only: Listener | None = None,
+    ) -> None:
         """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
 
         May be called from any thread, between events, or after the answer has ended (a listener interrupts what is still
@@ -301,12 +293,9 @@ class Session:
                 text the words that were heard by then, placed by the model's speaking time (`omni.generate.speech_time`).
                 By default all sound and text that was handed over.
             shown_characters: characters of the text that were shown: they stay, whatever was heard.
+            only: nothing is done where the last answer is another than this one.
         """
         check_numbers(played_seconds=played_seconds, shown_characters=shown_characters)
-        self.cancel_last(None, played_seconds, shown_characters)
-
-    def cancel_last(self, only: Listener | None, played_seconds: float | None, shown_characters: int | None) -> None:
-        """`cancel`, unless the last answer is another than `only`, where that is given."""
         if (incoming := self._incoming) is not None:
             incoming.withdraw()
             return
@@ -330,7 +319,7 @@ class Session:
             answer.quiet()
             answer.settled = True
             if answer.started:
-                self._link.tell("let_go", self._number, answer.number, answer.taken)
+                self._link.tell("let_go", self.number, answer.number, answer.taken)
             answer.end(Ended("cancelled", Timings()))
 
     def _settle(self, answer: Listener) -> None:
@@ -342,7 +331,7 @@ class Session:
         """Have an answer settled, interrupted or withdrawn."""
         answer.quiet()
         try:
-            ended = self._link.request(message, self._number, answer.number, answer.taken, *interrupted)
+            ended = self._link.request(message, self.number, answer.number, answer.taken, *interrupted)
         except EngineLost as error:
             if answer.settled:
                 raise
@@ -355,33 +344,33 @@ class Session:
     @property
     def place(self) -> int:
         """Place of the last question among those that wait for room, from 1; 0 for one that does not wait."""
-        position: int = self._link.request("read", self._number, "place")
+        position: int = self._link.request("read", self.number, "place")
         return position
 
     @property
     def history(self) -> list[Message]:
         """The questions and the delivered part of their answers, to read, or to start another session with; an answer under way
         and its question are not among them."""
-        messages: list[Message] = self._link.request("read", self._number, "history")
+        messages: list[Message] = self._link.request("read", self.number, "history")
         return messages
 
     @property
     def last_answer(self) -> Message | None:
         """The newest answer of the history, as far as it was delivered; None in a new conversation."""
-        message: Message | None = self._link.request("read", self._number, "last_answer")
+        message: Message | None = self._link.request("read", self.number, "last_answer")
         return message
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The history as ids, the first turn with the system message."""
-        turns: tuple[Turn, ...] = self._link.request("read", self._number, "turns")
+        turns: tuple[Turn, ...] = self._link.request("read", self.number, "turns")
         return tuple(replace(turn, task=find_task(turn.task)) for turn in turns)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the history as one file, from which `SpeechLM.session(history=path)` continues, without an answer under way.
         UserError: the place cannot be written."""
         with self._lock:
-            self._link.request("save", self._number, os.path.abspath(path))
+            self._link.request("save", self.number, os.path.abspath(path))
         return Path(path)
 
     def close(self) -> None:
@@ -396,7 +385,7 @@ class Session:
             with suppress(EngineLost):  # its slot went with it
                 if self._last is not None:
                     self._settle(self._last)
-                self._link.request("close", self._number)
+                self._link.request("close", self.number)
 
     def abandon(self) -> None:
         """End the session without waiting for anybody; nothing of it can be read any more."""

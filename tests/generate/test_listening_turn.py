@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from omni.generate.listening import Listening
+from omni.generate.listening import EndRule, TurnFrames, TurnListener
+from omni.generate.question import Listening
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.turn_end import EndRule, TurnFrames, TurnListener
 from omni.model.speech_model import SpeechModel
 from tests.close import assert_near
 from tests.engine.test_listen_process import Here

@@ -31,7 +31,7 @@ def model() -> SpeechModel:
 
 
 def heard(model: SpeechModel, question: Any, sample_rate: Any = 16000) -> torch.Tensor:
-    clip = read_question(question, "A1A2", model, Tokenizer.bytes(), sample_rate).clip
+    clip = read_question(question, "A1A2", model.config, Tokenizer.bytes(), sample_rate).clip
     assert clip is not None and clip.dtype == torch.float32 and clip.ndim == 1
     return clip
 
@@ -156,10 +156,10 @@ def test_a_text_that_names_a_sound_is_told(model: SpeechModel, tmp_path: Path, m
     (tmp_path / "sound").write_bytes(b"")
     for text in ("q.wav", "sound"):
         with pytest.warns(SoundWarning, match=rf"'{text}'.*T1T2.*task='A1T2'"):
-            read_question(text, "T1T2", model, Tokenizer.bytes())
+            read_question(text, "T1T2", model.config, Tokenizer.bytes())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        read_question("what is in q.wav", "T1T2", model, Tokenizer.bytes())
+        read_question("what is in q.wav", "T1T2", model.config, Tokenizer.bytes())
 
 
 def test_the_longest_question(model: SpeechModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

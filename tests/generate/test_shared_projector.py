@@ -27,7 +27,7 @@ def shared_model() -> SpeechModel:
 def test_the_task_of_a_question_chooses_its_parts() -> None:
     """Together as alone, and otherwise for another task; the projector's own parts are what training gives the clip."""
     model, tokenizer = shared_model(), Tokenizer.bytes()
-    asked = [read_question(tone(0.4 + 0.1 * i), task, model, tokenizer) for i, task in enumerate(SPOKEN)]
+    asked = [read_question(tone(0.4 + 0.1 * i), task, model.config, tokenizer) for i, task in enumerate(SPOKEN)]
     together = encode_questions(model, asked)
     for task, one, found in zip(SPOKEN, asked, together, strict=True):
         (alone,) = encode_questions(model, [one])

@@ -14,7 +14,7 @@ from omni.checkpoint.folder import load_folder, save_folder
 from omni.convert.omni_folder import quantize_folder
 from omni.encoder.base import collate
 from omni.encoder.whisper_config import WhisperConfig
-from omni.generate.turn_end import END, VOICE, EndRule, TurnListener, ended
+from omni.generate.listening import END, VOICE, EndRule, TurnListener, ended
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import MODELS, TOKENIZER
 from train.data.augment import speech

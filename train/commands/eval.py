@@ -142,7 +142,7 @@ def _evaluate_turn_ends(argv: Sequence[str]) -> int:
     with importing():
         from omni.checkpoint.folder import read_config
         from omni.codec.registry import load_if_given
-        from omni.generate.turn_end import TurnListener
+        from omni.generate.listening import TurnListener
         from train.eval.turn_ends import JSON, PICTURE, TABLE, evaluate_turn_ends
 
     config, listener = read_config(model), TurnListener.from_folder(model)

@@ -113,7 +113,7 @@ def distance(lm: SpeechLM, other: SpeechLM, item: Item, answer: Answer) -> dict[
 def _follow(lm: SpeechLM, item: Item, answer: Answer) -> tuple[Columns, Hidden]:
     """The columns of a question and an answer, and their hidden states [C, W]. Of an answer that was cut, its ends are no
     targets, nor is what was written beside frames that were not kept."""
-    question = read_question(item.question, item.task, lm.model, lm.tokenizer)
+    question = read_question(item.question, item.task, lm.config, lm.tokenizer)
     asked = question.after(read_system(item.system, lm.tokenizer))
     turn = replace(
         asked.turn,

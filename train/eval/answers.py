@@ -62,7 +62,7 @@ def make_question(lm: SpeechLM, task: Task, index: int, row: Row) -> EvalQuestio
     if codec is not None and turn.answer_codes is not None and turn.answer_codes.codec != codec.name:
         codec = None  # these codes are no reference
     item = read_item(row, task, codec, lm.config.encoder)
-    asked = read_question(item.question, task, lm.model, lm.tokenizer).after(read_system(row.system, lm.tokenizer))
+    asked = read_question(item.question, task, lm.config, lm.tokenizer).after(read_system(row.system, lm.tokenizer))
     columns = len(prompt(lm.layout, asked.turn))
     if columns >= lm.config.decoder.context:
         raise UserError(f"takes {columns} positions, and the model's context has {lm.config.decoder.context}")

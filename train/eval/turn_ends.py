@@ -22,7 +22,7 @@ from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE
 from omni.files import write_json, write_whole
-from omni.generate.turn_end import RULES, EndRule, TurnListener, ended
+from omni.generate.listening import RULES, EndRule, TurnListener, ended
 from omni.utils.charts import drawn, markdown_table
 
 SILENCE = 4.0

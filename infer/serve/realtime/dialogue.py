@@ -204,7 +204,7 @@ class Dialogue:
         if events.running is None:
             await events.aclose()
         elif self._session is not None:
-            await asyncio.to_thread(self._session.cancel_last, events.running, heard, None)
+            await asyncio.to_thread(self._session.cancel, heard, only=events.running)
 
     async def cut(self, item: ConversationItem, heard: float) -> None:
         """Cut an answer that has ended to the seconds that were heard."""

@@ -16,8 +16,8 @@ from infer.serve.settings import ServeSettings
 from infer.turns.detector import SURE, SemanticVad, TurnDetector, has_ended
 from infer.turns.vad import FRAME_SECONDS
 from omni.codec.codec2 import Codec2Codec
+from omni.generate.listening import RULES, TurnFrames, TurnListener
 from omni.generate.speech_lm import SpeechLM
-from omni.generate.turn_end import RULES, TurnFrames, TurnListener
 from omni.text import Tokenizer
 from tests.generate.session_toys import inside
 from tests.infer.conftest import turn_model

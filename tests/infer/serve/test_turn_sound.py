@@ -16,7 +16,8 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime.hearing import InputBuffer
 from infer.serve.settings import ServeSettings
 from omni.codec.codec2 import Codec2Codec
-from omni.generate.listening import FeatureStream, Listening
+from omni.generate.listening import FeatureStream
+from omni.generate.question import Listening
 from omni.generate.speech_lm import SpeechLM
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer

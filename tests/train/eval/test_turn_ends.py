@@ -18,7 +18,7 @@ from omni.codec.registry import load_if_given
 from omni.config import preset
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from omni.generate.turn_end import EndRule, TurnListener
+from omni.generate.listening import EndRule, TurnListener
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.train.eval.test_eval import run
