@@ -18,11 +18,11 @@ from tests.stores.web import web
 ROOT = Path(__file__).parents[2]
 
 
-def test_only_the_drivers_and_their_urls_know_fsspec() -> None:
+def test_only_the_drivers_know_fsspec() -> None:
     knows = [
         file for top in ("omni", "train", "infer") for file in (ROOT / top).rglob("*.py") if "import fsspec" in file.read_text()
     ]
-    assert [path.name for path in sorted(knows)] == ["drivers.py", "filesystem.py"]
+    assert [path.name for path in knows] == ["drivers.py"]
 
 
 def test_a_folder_is_listed_by_one_request(bucket: Any) -> None:

@@ -60,7 +60,9 @@ def add_noise(audio: Tensor, noise: Tensor, snr_db: float) -> Tensor:
 def coloured_noise(samples: int, colour: float, generator: Generator) -> Tensor:
     """Gaussian noise `[samples]` of about unit power, its spectrum falling as 1 / f**colour in power. Drawn as a spectrum with
     the exponent rounded to 0.05, at a length that transforms fast, then cut."""
-    shape = _spectral_shape(_fast_length(samples), round(20 * colour))
+    unit = 1 << max(max(samples - 1, 1).bit_length() - 3, 1)
+    length = max(4 * unit, -(-samples // unit) * unit)  # 4, 5, 6 or 7 times a power of two
+    shape = _spectral_shape(length, round(20 * colour))
     spectrum = torch.view_as_complex(torch.randn(shape.shape[0], 2, generator=generator))
     return torch.fft.irfft(spectrum * shape)[:samples]
 
@@ -235,12 +237,6 @@ def _spectral_shape(length: int, twentieths: int) -> Tensor:
     shape[1:] = shape[1:] ** (-twentieths / 40.0)
     # Real and imaginary parts are drawn with unit variance, so white noise needs sqrt(length / 2).
     return shape * ((length / 2) ** 0.5 / shape[1:].square().mean().sqrt())
-
-
-def _fast_length(samples: int) -> int:
-    """Smallest 4, 5, 6 or 7 times a power of two that is at least `samples` (and even)."""
-    unit = 1 << max(max(samples - 1, 1).bit_length() - 3, 1)
-    return max(4 * unit, -(-samples // unit) * unit)
 
 
 _LN10 = log(10.0)

@@ -29,7 +29,7 @@ from omni.files import refuse_pointer
 from omni.stores.cache import address_of, pointed_at
 from omni.stores.reading import guarded
 from omni.stores.tries import StoreError
-from omni.utils.remote import check_there
+from omni.utils.remote import check_there, find_address
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.reference import SoundPart
 from train.data.rows.row import Sound, checked, inside
@@ -41,18 +41,14 @@ def list_files(folder: str | os.PathLike[str], endings: Sequence[str] = ("",), d
     a file, whose reader says so. `endings`: of the names that are wanted, in lower case."""
     entries: list[os.DirEntry[str]] = []
     with suppress(OSError), os.scandir(folder) as scanned:
-        entries += (entry for entry in scanned if entry.name.lower().endswith(tuple(endings)) or _is_folder(entry))
+        entries += (e for e in scanned if e.name.lower().endswith(tuple(endings)) or e.is_dir(follow_symlinks=False))
     for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.name.startswith("."):
             continue
-        if _is_folder(entry):
+        if entry.is_dir(follow_symlinks=False):
             yield from list_files(entry.path, endings, depth - 1) if depth else ()
         elif entry.is_file(follow_symlinks=False) or (entry.is_symlink() and not os.path.isdir(entry.path)):
             yield entry.path
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
 
 
 # ------------------------------------------------------------------------------------------------ what is named where
@@ -117,10 +113,6 @@ def tags(text: str) -> int:
     if picture is not None:
         raise UserError(f"a text has {picture[0]}, and pictures are not read: drop the row")
     return sum(not (match["no"] or match["end"]) for match in TAG.finditer(text))
-
-
-def without_tags(text: str) -> str:
-    return TAG.sub("", text).strip()
 
 
 def refuse_pictures(data: Mapping[str, Any]) -> None:
@@ -204,9 +196,12 @@ class Files:
     audio: str = "required"
 
     @classmethod
-    def of(cls, path: Path, options: ReaderOptions) -> Files:
-        """The files of a data set that is the file or folder `path`."""
-        folder = Path(options.folder) if options.folder else path if path.is_dir() else path.parent
+    def of(cls, path: str | os.PathLike[str], options: ReaderOptions) -> Files:
+        """The files of a data set that is the file or folder `path`; none of one in a store, whose records hold their sound."""
+        if find_address(path) is not None and not options.folder:
+            return cls(None, options.prefix, options.audio)
+        folder = Path(options.folder or path)
+        folder = folder if folder.is_dir() or options.folder else folder.parent
         otherwise = f"folder {folder} of the recordings does not exist: name the one that the data's paths start at with "
         check_there(folder, "folder of the recordings", f"{otherwise}--read.folder", Path.is_dir)
         return cls(folder, options.prefix or address_of(folder), options.audio)

@@ -31,6 +31,7 @@ from typing import IO, Any, NamedTuple
 from omni.audio.decode import SUFFIXES
 from omni.errors import UserError
 from omni.files import refuse_pointer
+from train.data.rows.reference import DataFile
 
 
 class Record(NamedTuple):
@@ -58,7 +59,7 @@ def _lacks(value: Any) -> bool:
 class Records(ABC):
     """The records of one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: DataFile) -> None:
         self.path = path
 
     def __len__(self) -> int:
@@ -125,6 +126,7 @@ def open_binary(path: Path) -> IO[bytes]:
 class TextRecords(Records):
     """Records of a text file: a raw one is its number, and its line, element or values, or the error in their place."""
 
+    path: Path
     unit, first_number = "line", 1
     """Words of a record's place."""
 

@@ -20,7 +20,7 @@ from omni.stores.tries import StoreError
 from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import open_records
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
-from train.data.readers.files import TAG, Files, list_files, recording_fields, refuse_pictures, tags, without_tags
+from train.data.readers.files import TAG, Files, list_files, recording_fields, refuse_pictures, tags
 from train.data.readers.records import Record, Records
 from train.data.rows.row import Row, RowTurn
 
@@ -103,7 +103,7 @@ class RecordSource(OpenedSource):
 
     def __init__(self, format: str, files: Sequence[Records], make: RowMapper, note: str = "") -> None:
         self.format, self._files, self._make = format, list(files), make
-        self.away = any(has_pointers(file.path) for file in self._files[:1])
+        self.away = any(has_pointers(str(file.path)) for file in self._files[:1])
         self.note = "; ".join(filter(None, (note, self._untaken())))
 
     def _untaken(self) -> str:
@@ -128,7 +128,7 @@ class RecordSource(OpenedSource):
             if start < count or not counted:
                 yield from (_ahead if self.away else map)(self._make, file.iterate(start, stop))
                 if self.away:
-                    check_pointers(self._files[0].path)  # what was removed meanwhile looks like what is missing
+                    check_pointers(str(self._files[0].path))  # what was removed meanwhile looks like what is missing
             start, stop = max(0, start - count), None if stop is None else stop - count
             if stop is not None and stop <= 0:
                 return
@@ -285,6 +285,6 @@ def _untagged(turn: RowTurn) -> RowTurn:
             has = f"{tag[0]!r:.60} and so tags of {count} recordings, and {int(bool(recording))} is there"
             raise UserError(f"its {name} has {has}: fix or drop the row")
         if tag:
-            rest = "" if count and name == "question" else without_tags(said)
+            rest = "" if count and name == "question" else TAG.sub("", said).strip()
             turn = replace(turn, **{f"{name}_text": rest})  # type: ignore[arg-type]
     return turn

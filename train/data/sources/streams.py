@@ -15,11 +15,9 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
-from omni.utils.remote import find_address
 from train.data.readers import Broken, ReaderOptions, check_options, recognise_record
 from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import find_shards, read_shard
@@ -61,12 +59,16 @@ BEGIN = StreamMark(0, 0, 0, 0)
 
 
 class PackerStream:
-    """The rows of one packer. `marks`: where known blocks start, ascending. `opened`: reads one; a record with an error is its
-    last."""
+    """The rows of one packer. `marks`: where known blocks start, ascending. `opened` reads a shard."""
 
     def __init__(self, shards: int, opened: Open, block: int, key: Sequence[int | str], packer: int, packers: int) -> None:
         self.shards, self.opened, self.size, self.key = shards, opened, block, tuple(key)
         self.packer, self.packers = packer, packers
+        self._mine: Sequence[int] = range(packer, shards, packers)  # places of the packer's shards in an epoch
+        self._part, self._parts = 0, 1  # which part of their rows it takes, of how many
+        if packers > shards:
+            self._mine = (packer % shards,)
+            self._part, self._parts = packer // shards, -(-(packers - packer % shards) // shards)
         self.marks = [BEGIN]
         self._start = self._end = BEGIN
         self._block: list[Record] = []
@@ -112,10 +114,9 @@ class PackerStream:
     def _after(self, mark: StreamMark) -> tuple[list[Record], StreamMark]:
         """The block that starts at a mark, and the next mark."""
         number, epoch, shard, record = mark
-        mine, (part, parts) = self._mine()
         block, empty = list[Record](), 0
         while len(block) < self.size:
-            if shard == len(mine):
+            if shard == len(self._mine):
                 epoch, shard, empty = epoch + 1, 0, empty + 1
                 if block:
                     break
@@ -126,22 +127,15 @@ class PackerStream:
                         "data.micro_batches"
                     )
             if self._records is None:
-                index = shuffled(mine[shard], self.shards, *self.key, "shards", epoch)
+                index = shuffled(self._mine[shard], self.shards, *self.key, "shards", epoch)
                 self._records = self.opened(index, record)
             item = next(self._records, None)
-            if item is not None and record % parts == part:
+            if item is not None and record % self._parts == self._part:
                 block.append(item)
             record += 1
-            if item is None or item.error:
+            if item is None:
                 self._records, shard, record = None, shard + 1, 0
         return block, StreamMark(number + len(block), epoch, shard, record)
-
-    def _mine(self) -> tuple[Sequence[int], tuple[int, int]]:
-        """Places of the packer's shards in an epoch, and which part of their rows it takes, of how many."""
-        if self.packers <= self.shards:
-            return range(self.packer, self.shards, self.packers), (0, 1)
-        position = self.packer % self.shards
-        return (position,), (self.packer // self.shards, -(-(self.packers - position) // self.shards))
 
 
 @dataclass(frozen=True)
@@ -174,14 +168,14 @@ class StreamSource:
         self.name, self.codec, self.block, self.seed = path, codec, block, seed
         self.shards = find_shards(path)
         self._start()
-        first = next(self._all(), None)
+        records = itertools.chain.from_iterable(map(read_shard, self.shards))  # in the order of the shards' names
+        first = next(records, None)
         if first is None or first.error:
             raise UserError(f"{first.where} {first.error}" if first else f"data {path} has no rows: name others")
         reader = recognise_record(first.data, options, path)
-        files = _files(path, options)
-        self._make = reader.maker(files, options, first.data.keys, path)
+        self._make = reader.maker(Files.of(path, options), options, first.data.keys, path)
         if reader.order and not options.order:
-            check_order(itertools.islice(map(self._make, self._all()), ROWS), reader.order, reader.name)
+            check_order(itertools.islice(map(self._make, itertools.chain([first], records)), ROWS), reader.order, reader.name)
         self.format = reader.name
 
     def _start(self) -> None:
@@ -211,16 +205,9 @@ class StreamSource:
         if self._process != os.getpid():  # after a fork: open files are not shared
             self._start()
         if (packer, packers) not in self._streams:
-            key = ("stream", self.seed)
-            self._streams[packer, packers] = PackerStream(len(self.shards), self._open, self.block, key, packer, packers)
+            key, opened = ("stream", self.seed), lambda shard, start: read_shard(self.shards[shard], start)
+            self._streams[packer, packers] = PackerStream(len(self.shards), opened, self.block, key, packer, packers)
         return self._streams[packer, packers]
-
-    def _open(self, shard: int, start: int) -> Iterator[Record]:
-        return read_shard(self.shards[shard], start)
-
-    def _all(self) -> Iterator[Record]:
-        """All records, in the order of the shards' names."""
-        return itertools.chain.from_iterable(map(read_shard, self.shards))
 
     def _turn(self, turn: RowTurn) -> RowTurn:
         codes = turn.answer_codes
@@ -231,11 +218,3 @@ class StreamSource:
             for name in ("question_audio", "answer_audio")
         }
         return replace(turn, answer_codes=codes, **sounds)
-
-
-def _files(path: str, options: ReaderOptions) -> Files:
-    """The files that records may name: of a folder here; in a store, records hold their sound."""
-    if find_address(path) is not None and not options.folder:
-        return Files(None, options.prefix, options.audio)
-    local = Path(path)
-    return Files.of(local if local.exists() else local.parent, options)

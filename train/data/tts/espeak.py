@@ -88,7 +88,7 @@ def synthesise(
     with _lock, _opened() as library:
         library.espeak_SetSynthCallback(callback)
         library.espeak_ng_SetRandSeed(ctypes.c_long(_NOISE_SEED))
-        _system().srand(_NOISE_SEED)  # the breath noise of some voices uses the C library's generator
+        ctypes.CDLL(None).srand(_NOISE_SEED)  # the breath noise of some voices uses the C library's generator
         if library.espeak_SetVoiceByName(name.encode()) != 0:
             raise UserError(f"espeak-ng cannot load the voice {voice!r}: reinstall espeakng-loader")
         for parameter, value in ((_RATE, rate), (_PITCH, pitch), (_PITCH_RANGE, pitch_range)):
@@ -133,7 +133,7 @@ def languages() -> tuple[str, ...]:
 @functools.cache
 def variants() -> tuple[str, ...]:
     """Available variants, such as `f3`, `m1` and `klatt`: one follows the language after a "+"."""
-    return tuple(sorted(path.name for path in (_data() / "voices" / "!v").iterdir()))
+    return tuple(sorted(path.name for path in (_installed()[1] / "voices" / "!v").iterdir()))
 
 
 @functools.cache
@@ -152,14 +152,16 @@ def check_voice(voice: str) -> None:
 @contextmanager
 def _opened() -> Iterator[ctypes.CDLL]:
     """Open the library in its initial state, and close it at the end; the caller holds the lock."""
-    library = ctypes.CDLL(_library(), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    if os.name != "posix":
+        raise UserError("speech by espeak-ng needs Linux or macOS")
+    library = ctypes.CDLL(_installed()[0], mode=os.RTLD_LOCAL | os.RTLD_NOW)
     try:
         if library.espeak_Initialize(_SYNCHRONOUS, 0, os.fsencode(_home()), 0) != SAMPLE_RATE:
             raise UserError(f"espeak-ng cannot read its data in {_home()}: reinstall espeakng-loader")
         yield library
         library.espeak_Terminate()
     finally:
-        _system().dlclose(ctypes.c_void_p(library._handle))
+        ctypes.CDLL(None).dlclose(ctypes.c_void_p(library._handle))
 
 
 @contextmanager
@@ -182,35 +184,20 @@ def _kept(failed: list[BaseException]) -> Iterator[None]:
 
 
 @functools.cache
-def _system() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-@functools.cache
-def _library() -> str:
-    if os.name != "posix":
-        raise UserError("speech by espeak-ng needs Linux or macOS")
-    return str(_loader().get_library_path())
-
-
-@functools.cache
-def _data() -> Path:
-    return Path(_loader().get_data_path())
-
-
-def _loader():  # type: ignore[no-untyped-def]  # a module that may not be there
+def _installed() -> tuple[str, Path]:
+    """The library, and the folder of its data; UserError where the package is not installed."""
     try:
         import espeakng_loader
     except ImportError as error:
         raise UserError('speech by espeak-ng needs the package espeakng-loader: pip install "omni-speech[demo]"') from error
-    return espeakng_loader
+    return str(espeakng_loader.get_library_path()), Path(espeakng_loader.get_data_path())
 
 
 @functools.cache
 def _language_files() -> dict[str, Path]:
     """Voice file of each language. A file may name several, each with a priority: the lowest number is the language's own."""
     best: dict[str, tuple[int, Path]] = {}
-    for path in sorted(path for path in (_data() / "lang").rglob("*") if path.is_file()):
+    for path in sorted(path for path in (_installed()[1] / "lang").rglob("*") if path.is_file()):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             words = line.split()
             if len(words) > 1 and words[0] == "language":
@@ -225,16 +212,17 @@ def _home() -> Path:
     """Data folder for espeak-ng: links to its own data, with each language's file also in the place that is searched first. A
     voice is then found by opening one file; otherwise the library lists some 250 voice files at every opening, which takes
     longer than speaking. Where no such folder can be made, its own folder is used, only slower."""
-    plain = _data().parent
+    data = _installed()[1]
+    plain = data.parent
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni"
-    home = cache / f"espeak-ng-{hashlib.blake2b(os.fsencode(_data()), digest_size=6).hexdigest()}"
+    home = cache / f"espeak-ng-{hashlib.blake2b(os.fsencode(data), digest_size=6).hexdigest()}"
     if len(os.fsencode(home)) > 120:  # the library's buffer for paths in it has 160 bytes
         return plain
     try:
         if not home.is_dir():
             cache.mkdir(parents=True, exist_ok=True)
             beside = Path(tempfile.mkdtemp(dir=cache))
-            _link(beside / "espeak-ng-data")
+            _link(data, beside / "espeak-ng-data")
             try:
                 beside.rename(home)
             except OSError:  # another process has made it meanwhile
@@ -244,11 +232,10 @@ def _home() -> Path:
         return plain
 
 
-def _link(data: Path) -> None:
-    (data / "voices").mkdir(parents=True)
-    for path in _data().iterdir():
+def _link(source: Path, target: Path) -> None:
+    (target / "voices").mkdir(parents=True)
+    for path in source.iterdir():
         if path.name != "voices":
-            (data / path.name).symlink_to(path)
-    (data / "voices" / "!v").symlink_to(_data() / "voices" / "!v")
-    for path in set(_language_files().values()):
-        (data / "voices" / path.name.lower()).symlink_to(path)
+            (target / path.name).symlink_to(path)
+    for path in {source / "voices" / "!v", *_language_files().values()}:
+        (target / "voices" / path.name.lower()).symlink_to(path)

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -307,14 +308,17 @@ class CallableVoice(Voice):
     """Speaks by a Python callable; `spec` names it in messages."""
 
     def __init__(self, spec: str, function: Callable[..., Any]) -> None:
-        self.spec, self.function, self.extra = spec, function, _taken(function)
+        self.spec, self.function, self.extra = spec, function, set[str]()
+        with suppress(TypeError, ValueError):  # it has no signature
+            parameters = inspect.signature(function).parameters.values()
+            self.extra = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
     def say(self, text: str, language: str, seed: int) -> Sound:
         from omni.audio.waveform import as_waveform, whole_rate
 
         arguments, name = {"language": language, "seed": seed}, f"voice {self.spec}"
         try:
-            samples, rate = self.function(text, **{key: arguments[key] for key in self.extra})
+            samples, rate = self.function(text, **{key: value for key, value in arguments.items() if key in self.extra})
             if np.ndim(samples) != 1:
                 raise UserError(f"{name} returned samples of shape {list(np.shape(samples))}; they must be one row [S]")
             waveform = as_waveform(samples.detach() if hasattr(samples, "detach") else samples, name)
@@ -326,13 +330,3 @@ class CallableVoice(Voice):
             raise UserError(
                 f"{name} failed with {type(error).__name__}: {why}; it returns samples [S] and their rate"
             ) from error
-
-
-def _taken(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names among `language` and `seed` that a callable has parameters for."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    return tuple(name for name in ("language", "seed") if name in named)

@@ -28,7 +28,7 @@ from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
 from train.data.readers import ReaderOptions, open_source
-from train.data.readers.containers import ShardError
+from train.data.readers.containers import ShardError, read_shard
 from train.data.rows.parquet import StoredRows
 from train.data.sources.streams import StreamSource
 
@@ -171,6 +171,21 @@ def test_broken_rows_are_counted_and_a_damaged_shard_ends_there(data: dict[str, 
         strict = pipeline(tmp_path, "tar")
         for number in range(30):
             strict.fetch(number)
+
+
+def test_a_broken_file_of_a_shard_is_one_broken_row_and_damage_is_not_taken_for_its_end(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", records())
+    whole = bytearray((tmp_path / "a.tar").read_bytes())
+    said = whole.index(b'{"asked": "what is 3?"')
+    whole[said : said + 2] = b"\xff\xff"
+    (tmp_path / "json.tar").write_bytes(whole)
+    errors = [record.error for record in read_shard(tmp_path / "json.tar")]
+    assert len(errors) == 16 and [i for i, why in enumerate(errors) if "its file 'json' cannot be read" in why] == [3]
+    header = whole.index(b"r09.question.flac")
+    whole[header : header + 3] = b"\xff\xff\xff"
+    (tmp_path / "header.tar").write_bytes(whole)
+    errors = [record.error for record in read_shard(tmp_path / "header.tar")]
+    assert len(errors) == 9 and f"at byte {header} is neither" in errors[-1] and not any(errors[4:8])
 
 
 def test_a_shard_that_is_gone_ends_the_run_even_where_broken_rows_are_skipped(data: dict[str, Path], tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_its_own_folder_serves_as_well_as_the_linked_one(said, tmp_path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))  # no folder can be made in a file
     voice._home.cache_clear()
     try:
-        assert voice._home() == voice._data().parent
+        assert voice._home() == voice._installed()[1].parent
         for name in VOICES:
             assert torch.equal(synthesise("what is three plus five", name)[0], said[name])
         assert len(synthesise("one", "en-gb+f1")[0])  # known by no file name of its own
