@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from omni.codec.base import AudioCodec
@@ -11,7 +12,6 @@ from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
 from omni.text import Tokenizer
-from train.console.progress import Progress
 from train.data.batching.examples import Alignment, ExampleMaker
 from train.data.batching.packer import Pipeline
 from train.data.config import DataConfig, SourceConfig
@@ -128,24 +128,14 @@ def held_out_of(
     return rows
 
 
-def prepare_sources(config: DataConfig, progress: Progress) -> None:
-    """Makes now what training would otherwise wait for."""
-    for source in config.sources:
-        source.made.prepare(progress)
-
-
 DRAWS = 128
 """Number of a run's first draws that are measured: the same ones at every start, and with any number of processes."""
 
 
 def estimate_speech_time(mixture: Mixture, codec: AudioCodec) -> SpeechTime | None:
-    """Estimate the speaking time of a run's answers by their texts and the lengths of their sound; None where none has both."""
-    return estimate(_spoken(mixture, codec))
-
-
-def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
-    """Iterate over text and seconds of each answer of these draws; unreadable rows are skipped: training reports them."""
-    seen, mixture = set(), copy.copy(mixture)
+    """Estimate the speaking time of a run's answers by their texts and the lengths of their sound; None where none has both.
+    Unreadable rows are skipped: training reports them."""
+    seen, spoken, mixture = set(), list[tuple[str, float]](), copy.copy(mixture)
     mixture.sources = [source.whole() if isinstance(source, StoredRows) else source for source in mixture.sources]
     for number in range(DRAWS if mixture.total is None else min(DRAWS, mixture.total)):
         draw = mixture.draw(number)
@@ -153,11 +143,10 @@ def _spoken(mixture: Mixture, codec: AudioCodec) -> Iterator[tuple[str, float]]:
         if where in seen:
             continue
         seen.add(where)
-        try:
+        with suppress(UserError):
             for turn in mixture.row(draw).turns:
                 if turn.answer_codes is not None and turn.answer_codes.codec == codec.name:
-                    yield turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate
+                    spoken.append((turn.answer_text, turn.answer_codes.frames.shape[-1] / codec.frame_rate))
                 elif turn.answer_audio is not None and turn.answer_text.strip():
-                    yield turn.answer_text, len(turn.answer_audio.load(codec.sample_rate)) / codec.sample_rate
-        except UserError:
-            continue
+                    spoken.append((turn.answer_text, len(turn.answer_audio.load(codec.sample_rate)) / codec.sample_rate))
+    return estimate(spoken)

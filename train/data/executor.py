@@ -15,7 +15,7 @@ import queue
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -36,6 +36,10 @@ RETRIES = 10
 _AHEAD = 2  # items given to each process of a cluster: the one in progress and the next
 _WINDOW = 4  # items per process that are begun and whose results are not taken yet
 
+THREADS = 16
+"""Items of a store that are worked on side by side."""
+
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -83,13 +87,32 @@ def imap(
         yield from _here(start, items, processes.threads)
         return
     with (_cluster if processes.ray else _pool)(start, len(items), processes) as (submit, count):
-        begun: deque[Future[_Done]] = deque()
-        for item in items:
-            begun.append(submit(item))
-            while begun and (len(begun) >= _WINDOW * count or begun[0].done()):
-                yield _taken(begun.popleft().result())
-        while begun:
-            yield _taken(begun.popleft().result())
+        for done in in_order(submit, items, _WINDOW * count):
+            for line in done.warnings:
+                LOG.warning("%s", line)
+            if done.mistake is not None:
+                raise UserError(done.mistake)
+            yield done.result
+
+
+def in_order(submit: Callable[[Item], Future[Result]], items: Iterable[Item], most: int) -> Iterator[Result]:
+    """Yield the results of what `submit` begins, in the order of the items: `most` at a time are begun and not yet taken."""
+    begun: deque[Future[Result]] = deque()
+    for item in items:
+        begun.append(submit(item))
+        while begun and (len(begun) >= most or begun[0].done()):
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Iterate as `map`, where the work waits for a store: a few items are begun before they are asked for."""
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        yield from in_order(lambda item: pool.submit(work, item), items, THREADS)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _here(start: Callable[[], Callable[[range], Result]], items: Sequence[range], threads: int) -> Iterator[Result]:
@@ -110,14 +133,6 @@ class _Done:
     result: Any = None
     mistake: str | None = None
     warnings: list[str] = field(default_factory=list)
-
-
-def _taken(done: _Done) -> Any:
-    for line in done.warnings:
-        LOG.warning("%s", line)
-    if done.mistake is not None:
-        raise UserError(done.mistake)
-    return done.result
 
 
 class ItemWorker:
@@ -197,7 +212,11 @@ def _do(item: range) -> _Done:
 @contextmanager
 def _cluster(start: Callable[[], Any], items: int, processes: Processes) -> Iterator[tuple[Submit, int]]:
     """Actors of a cluster, as `_pool`: `workers`, or one for each core (and `threads`) or GPU, no more than there are items."""
-    ray = _ray()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError('--ray needs Ray, which is not installed: pip install "omni-speech[ray]"') from error
     own, actors = not ray.is_initialized(), []
     if own:
         _connect(ray, processes.ray)
@@ -248,15 +267,6 @@ def _room(ray: Any, needs: dict[str, int], address: str) -> int:
                 f"another --{'threads' if name == 'CPU' else 'device'}, or another cluster"
             )
     return int(min(has[name] // number for name, number in needs.items() if number))
-
-
-def _ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError('--ray needs Ray, which is not installed: pip install "omni-speech[ray]"') from error
-    return ray
 
 
 def _connect(ray: Any, address: str) -> None:

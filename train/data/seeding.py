@@ -71,20 +71,16 @@ def _half_bits(size: int) -> int:
 
 
 def _feistel(index: Number, half: int, name: int) -> Number:
-    """Eight rounds over numbers of 2 * `half` bits: of one, or of each of an array, uint64."""
+    """Eight rounds over numbers of 2 * `half` bits: of one, or of each of an array, uint64. They mix bits by SplitMix64
+    (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators")."""
     mask = (1 << half) - 1
     left, right = index >> half, index & mask
     for turn in range(1, 9):
-        left, right = right, left ^ (_mixed(name + right + (turn << 48)) & mask)
+        z = (name + right + (turn << 48) + 0x9E3779B97F4A7C15) & _64
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
+        left, right = right, left ^ ((z ^ (z >> 31)) & mask)
     return left << half | right
-
-
-def _mixed(number: Number) -> Number:
-    """Mix 64 bits (Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators": SplitMix64)."""
-    z = (number + 0x9E3779B97F4A7C15) & _64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _64
-    return z ^ (z >> 31)
 
 
 # --- rows that lie together, read together ----------------------------------------------------------------------------

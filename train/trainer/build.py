@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from train.config.run import FitConfig, plain_config
 from train.console.progress import Screen, TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.build import build_alignment, build_pipeline, estimate_speech_time, held_out_by_source, prepare_sources
+from train.data.build import build_alignment, build_pipeline, estimate_speech_time, held_out_by_source
 from train.distributed.fabric import (
     build_fabric,
     compile_blocks,
@@ -126,7 +127,8 @@ def _fit(config: FitConfig, folder: Path, notes: Sequence[str], callbacks: Seque
             group.run_on_first(lambda: stack.enter_context(locked(folder, wait)))
             check_shared(folder, group)
             loop = prepare(config, fabric, folder, group, callbacks, steps, notes)
-            group.run_on_first(lambda: prepare_sources(config.data, config.log.progress))
+            for source in config.data.sources:
+                group.run_on_first(partial(source.made.prepare, config.log.progress))
             outcome = loop.run()
         return outcome if group.first else None
     except (RuntimeError, MemoryError) as error:

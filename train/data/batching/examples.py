@@ -423,9 +423,7 @@ def question_columns(layout: Layout, turn: Turn) -> Columns:
     return join([_system_prompt(layout, tuple(turn.system)), asked]) if len(turn.system) else asked
 
 
-@lru_cache(maxsize=256)  # system messages are few, and each precedes many questions
-def _system_prompt(layout: Layout, system: tuple[int, ...]) -> Columns:
-    return system_message(layout, system)
+_system_prompt = lru_cache(maxsize=256)(system_message)  # system messages are few, and each precedes many questions
 
 
 @lru_cache(maxsize=8192)
@@ -459,8 +457,11 @@ def interrupted(turn: Turn, row: RowTurn, tokenizer: Tokenizer, frame_rate: floa
     total = codes.shape[1]
     frames = rng.randrange(total) if total else 0
     if text is not None:
-        characters = heard(row, frames / frame_rate)
-        kept = math.ceil(len(text) * frames / max(1, total)) if characters is None else _tokens(text, characters, tokenizer)
+        whole, characters = text, heard(row, frames / frame_rate)
+        if characters is None:
+            kept = math.ceil(len(text) * frames / max(1, total))
+        else:  # the fewest tokens whose text has so many characters
+            kept = bisect_left(range(len(text)), characters, key=lambda count: len(tokenizer.decode(whole[:count])))
         text = text[:kept]
     return replace(turn, text=text, codes=codes[:, :frames], cut=True)
 
@@ -477,8 +478,3 @@ def heard(row: RowTurn, seconds: float) -> int | None:
             return None
         end = offset + len(word.text)
     return end if said else None
-
-
-def _tokens(text: Sequence[int], characters: int, tokenizer: Tokenizer) -> int:
-    """Smallest number of tokens whose text has at least `characters` characters."""
-    return bisect_left(range(len(text)), characters, key=lambda count: len(tokenizer.decode(text[:count])))

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from omni.errors import UserError
 from omni.utils.process import ENDING
 from train.data.batching.batch import Batch
-from train.data.batching.packer import PackerShard, Pipeline, States, shard_key, update_states
+from train.data.batching.packer import PackerShard, Pipeline, States, update_states
 from train.data.sources.mixture import UsedUp
 
 
@@ -48,7 +48,7 @@ class _Steps(IterableDataset):
             batches = []
             try:
                 for shard in self.shards:
-                    key = shard_key(shard, part)
+                    key = f"{shard}.{part}"
                     if key not in packers:
                         position = (shard, self.micro_batches, part, self.parts)
                         packers[key] = PackerShard(self.pipeline, *position, self.states.get(key))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -116,11 +116,7 @@ _GIVE_UP = 10_000
 """Consecutive unusable draws after which a packer raises an error; a twentieth where none could be used before."""
 
 States = dict[str, dict[str, Any]]
-"""State of every part of every shard, by `shard_key`; plain data, fit for JSON and `torch.save(..., weights_only)`."""
-
-
-def shard_key(shard: int, part: int) -> str:
-    return f"{shard}.{part}"
+"""State of every part of every shard, by "shard.part"; plain data, fit for JSON and `torch.save(..., weights_only)`."""
 
 
 class PackerShard:
@@ -216,7 +212,7 @@ class PackerShard:
 def update_states(states: States, batches: Iterable[Batch]) -> None:
     """Update `states` with the packers' states after these batches; to be called with every consumed step."""
     for batch in batches:
-        states[shard_key(batch.state["packer_shard"], batch.state["packer_part"])] = batch.state
+        states["{packer_shard}.{packer_part}".format(**batch.state)] = batch.state
 
 
 def merge(parts: Sequence[States]) -> States:
@@ -269,16 +265,15 @@ class Counts:
     """Counts of draws by source, and by source and task; of unused ones by reason, with the first messages; and of what is
     trained, which does not include examples that wait to be packed."""
 
-    sources: dict[str, int] = field(default_factory=dict)
-    drawn: dict[tuple[str, str], int] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
+    drawn: Counter[tuple[str, str]] = field(default_factory=Counter)
     unused: dict[tuple[str, str, str], tuple[int, tuple[str, ...]]] = field(default_factory=dict)
     trained: dict[str, Trained] = field(default_factory=dict)
 
     def add(self, source: str, tasks: Iterable[str]) -> None:
         """Count a draw of a source for these tasks (of its turns)."""
-        self.sources[source] = self.sources.get(source, 0) + 1
-        for task in dict.fromkeys(tasks):  # in an order that is the same in every process
-            self.drawn[source, task] = self.drawn.get((source, task), 0) + 1
+        self.sources[source] += 1
+        self.drawn.update((source, task) for task in dict.fromkeys(tasks))  # in an order that is the same in every process
 
     def train(self, source: str, more: Trained) -> None:
         """Count what a batch has of a source."""
@@ -305,10 +300,8 @@ class Counts:
         """Sum plain counts; of the messages, the first in their order."""
         out = cls()
         for counts in several:
-            for source, count in counts.get("sources", ()):
-                out.sources[source] = out.sources.get(source, 0) + count
-            for source, task, count in counts.get("drawn", ()):
-                out.drawn[source, task] = out.drawn.get((source, task), 0) + count
+            out.sources.update(dict(counts.get("sources", ())))
+            out.drawn.update({(source, task): count for source, task, count in counts.get("drawn", ())})
             for source, task, reason, count, first in counts.get("unused", ()):
                 before, known = out.unused.get((source, task, reason), (0, ()))
                 out.unused[source, task, reason] = before + count, (*known, *first)[:FIRST]
@@ -318,7 +311,7 @@ class Counts:
 
     def total(self, source: str, task: str) -> int:
         """Number of draws of a source for a task; for the task "", of rows that could not be read, all draws of the source."""
-        return self.drawn.get((source, task), 0) if task else self.sources.get(source, 0)
+        return self.drawn[source, task] if task else self.sources[source]
 
     def check(self, limit: float) -> None:
         """Stop where the broken share of a source's draws for a task exceeds `limit` by more than chance (UserError)."""

@@ -11,7 +11,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from omni.audio.io import SAMPLE_RATE
 from omni.errors import UserError
 from omni.utils.configuration import configuration
-from train.data.executor import Processes
 from train.data.readers import ReaderOptions
 from train.data.tts.voices import SpeakingConfig, check_spec
 
@@ -118,8 +117,3 @@ class PrepareConfig:
         blocks = -(-total // BLOCK)
         first, stop = (min(total, blocks * n // parts * BLOCK) for n in (number, number + 1))
         return range(first, stop)
-
-    @property
-    def processes(self) -> Processes:
-        """The processes that prepare."""
-        return Processes(self.workers, self.threads, self.device, self.ray)

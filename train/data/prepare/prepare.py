@@ -26,9 +26,9 @@ from omni.stores.cache import stored_size
 from omni.stores.reading import content_key, naming
 from omni.utils.remote import find_address, refuse_remote
 from train.console.progress import Display, Progress, counted
-from train.data.executor import imap
+from train.data.executor import Processes, imap
 from train.data.prepare.config import BLOCK, PrepareConfig
-from train.data.prepare.rows import PrepareTally, block_maker, codec_of, voice_of
+from train.data.prepare.rows import BlockMaker, PrepareTally, codec_of, voice_of
 from train.data.prepare.shards import AGAIN, REPORT, ShardWriter, checksum, read_report, stored, write_report
 from train.data.readers import OpenedSource, data_path, open_source
 from train.data.readers.files import list_files
@@ -197,7 +197,8 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Pro
         display.say(f"going on after {counted(done, 'item')}, of which {counted(shards.done.rows, 'row')} came")
     rows, first_why = shards.done.rows, ""
     todo = [range(first, min(first + BLOCK, items.stop)) for first in range(shards.next_item, items.stop, BLOCK)]
-    blocks = imap(partial(block_maker, source, config, row_schema()), todo, config.processes)
+    processes = Processes(config.workers, config.threads, config.device, config.ray)
+    blocks = imap(partial(BlockMaker, source, config, row_schema()), todo, processes)
     try:
         for block in blocks:
             rows += block.tally.rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,9 +153,9 @@ def referenced(sound: Sound, origin: tuple[Path, str] | None = None) -> tuple[So
         if sound.folder is not None and not file.is_relative_to(sound.folder.resolve()):
             file = sound.folder / (sound.path or "")  # of a Hugging Face cache
         if origin is not None and (real := file.resolve()).is_relative_to(top := origin[0].resolve()):
-            named = Reference.of_object(join(origin[1], real.relative_to(top).as_posix()), sound.part)
+            named = Reference.of(join(origin[1], real.relative_to(top).as_posix()), sound.part)
         else:
-            named = Reference.of_file(file, sound.part)
+            named = Reference.of(str(file), sound.part)
     rate = named.info().sample_rate
     return Sound(path=str(named)), len(checked(named.load(rate))) / rate
 
@@ -224,9 +224,9 @@ class PreparedBlock:
 
 
 class BlockMaker:
-    """Makes blocks of a source; a process has one, with a codec and voices of its own. `schema` is that of the rows, passed
-    because making it takes `datasets`, a second to import. UserError: the cache that data were brought to is another folder on
-    this machine than where the command was started."""
+    """Makes blocks of a source, as work of `train.data.executor`; a process has one, with a codec and voices of its own.
+    `schema` is that of the rows, passed because making it takes `datasets`, a second to import. UserError: the cache that data
+    were brought to is another folder on this machine than where the command was started."""
 
     def __init__(self, source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> None:
         if source.brought is not None:
@@ -241,7 +241,7 @@ class BlockMaker:
         voices = {side: voice_of(config, side) for side in config.sides}
         self.maker = RowMaker(config, codec_of(config), voices, source.origin)
 
-    def make(self, items: range) -> PreparedBlock:
+    def __call__(self, items: range) -> PreparedBlock:
         """Make the block of these items; UserError where the source cannot be read at all."""
         import pyarrow as pa
 
@@ -292,11 +292,6 @@ class BlockMaker:
             raise UserError(
                 f"the source ends at item {start + count} of {len(self.source)}: it changed; remove what is half made"
             )
-
-
-def block_maker(source: OpenedSource, config: PrepareConfig, schema: pa.Schema) -> Callable[[range], PreparedBlock]:
-    """Begin a process that makes blocks, see `train.data.executor`."""
-    return BlockMaker(source, config, schema).make
 
 
 def codec_of(config: PrepareConfig) -> AudioCodec | None:

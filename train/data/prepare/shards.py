@@ -25,7 +25,7 @@ from omni.files import part_of, publish, read_json, write_json, writing
 from train.console.progress import counted, duration
 from train.data.prepare.rows import BrokenItem, PreparedBlock, PrepareTally
 from train.data.readers.source import UNTAKEN
-from train.data.rows.parquet import ROW_GROUP, written_as
+from train.data.rows.parquet import ROW_GROUP, WRITTEN_AS
 from train.data.rows.reference import checksum
 from train.data.rows.row import row_schema
 
@@ -98,7 +98,7 @@ class ShardWriter:
 
         with writing(self.file):
             if self._writer is None:
-                self._writer = pq.ParquetWriter(str(part_of(self.file)), self._held.schema, **written_as())
+                self._writer = pq.ParquetWriter(str(part_of(self.file)), self._held.schema, **WRITTEN_AS)
             self._writer.write_table(self._held.slice(0, ROW_GROUP).combine_chunks())
         self._held = self._held.slice(ROW_GROUP)
 

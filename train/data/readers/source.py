@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections import UserDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omni.errors import UserError
 from omni.stores.cache import check_pointers, has_pointers
 from omni.stores.tries import StoreError
+from train.data.executor import in_threads
 from train.data.readers.codes import ROWS, check_order
 from train.data.readers.containers import open_records
 from train.data.readers.contract import Broken, OpenedSource, ReaderOptions
@@ -24,17 +24,12 @@ from train.data.readers.files import TAG, Files, list_files, recording_fields, r
 from train.data.readers.records import Record, Records
 from train.data.rows.row import Row, RowTurn
 
-THREADS = 8
-"""Records of a store that are worked on side by side."""
 FIRST_DEPTH = 1
 """Depth of the folders in which the first file of a format is looked for."""
 _SAMPLE, _TOLD = 8, 20
 """First records whose fields are compared with what rows take, and names of fields that are told."""
 
 UNTAKEN = "nothing takes the columns"
-
-Input = TypeVar("Input")
-Made = TypeVar("Made")
 
 _BAD = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 """Exceptions that an unforeseen record may raise: they make it broken. UserError is a ValueError."""
@@ -66,29 +61,25 @@ class RowMapper:
 
     def __call__(self, record: Record) -> Row | Broken:
         """Make the row of a record, or say why there is none; StoreError where a store does not give its recordings."""
+        data, where = record.data, record.where
         if record.error:
-            return Broken(record.where, record.error)
+            return Broken(where, record.error)
         try:
-            return self._row(record.data, record.where)
-        except StoreError:
-            raise
-        except _BAD as error:
-            return Broken(record.where, one_line(error))
-
-    def _row(self, data: Mapping[str, Any], where: str) -> Row:
-        """UserError also where the record has pictures, or recordings of which none was looked for."""
-        refuse_pictures(data)
-        row = self.row(data, where, files=self.files, options=self.options)
-        recordings = recording_fields(data) if self.files.audio != "none" else []
-        if recordings and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
-            asked = self.asked(data, where)
-            for name in recordings:
-                if name not in asked:
+            refuse_pictures(data)
+            row = self.row(data, where, files=self.files, options=self.options)
+            recordings = recording_fields(data) if self.files.audio != "none" else []
+            if recordings and not any(turn.question_audio or turn.answer_audio for turn in row.turns):
+                asked = self.asked(data, where)
+                if name := next((name for name in recordings if name not in asked), ""):
                     raise UserError(
                         f"has {name!r}, a recording that is not read there: call it question_audio (in a table, with "
                         f"--read.columns '{{question_audio: {name}}}'), or leave recordings out with --read.audio none"
                     )
-        return row
+            return row
+        except StoreError:
+            raise
+        except _BAD as error:
+            return Broken(where, one_line(error))
 
     def asked(self, data: Mapping[str, Any], where: str) -> set[str]:
         """Names of the fields that `row` looks for in a record; no recording is opened."""
@@ -104,21 +95,18 @@ class RecordSource(OpenedSource):
     def __init__(self, format: str, files: Sequence[Records], make: RowMapper, note: str = "") -> None:
         self.format, self._files, self._make = format, list(files), make
         self.away = any(has_pointers(str(file.path)) for file in self._files[:1])
-        self.note = "; ".join(filter(None, (note, self._untaken())))
-
-    def _untaken(self) -> str:
-        """Names the fields of the first records that no row takes, with the closest of those that would be; "" for none."""
         names, asked = dict[str, None](), set[str]()
         for record in itertools.chain.from_iterable(file.iterate(0, _SAMPLE) for file in self._files[:1]):
             with suppress(*_BAD):
-                asked |= self._make.asked(record.data, record.where)
+                asked |= make.asked(record.data, record.where)
                 names |= dict.fromkeys(record.data)
         near = {name: get_close_matches(name, asked - names.keys(), 1) for name in names if name and name not in asked}
         listed = [f"{name} (did you mean {close[0]}?)" if close else name for name, close in near.items()]
-        return f"{UNTAKEN} {', '.join(listed[:_TOLD])}{', ...' * (len(listed) > _TOLD)}" if listed else ""
+        untaken = f"{UNTAKEN} {', '.join(listed[:_TOLD])}{', ...' * (len(listed) > _TOLD)}" if listed else ""
+        self.note = "; ".join(filter(None, (note, untaken)))
 
     def __len__(self) -> int:
-        return sum(_ahead(len, self._files) if self.away else map(len, self._files))
+        return sum((in_threads if self.away else map)(len, self._files))
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Row | Broken]:
         for file in self._files:
@@ -126,27 +114,12 @@ class RecordSource(OpenedSource):
             counted = file is not self._files[-1] and (start or stop is not None)
             count = len(file) if counted else 0
             if start < count or not counted:
-                yield from (_ahead if self.away else map)(self._make, file.iterate(start, stop))
+                yield from (in_threads if self.away else map)(self._make, file.iterate(start, stop))
                 if self.away:
                     check_pointers(str(self._files[0].path))  # what was removed meanwhile looks like what is missing
             start, stop = max(0, start - count), None if stop is None else stop - count
             if stop is not None and stop <= 0:
                 return
-
-
-def _ahead(work: Callable[[Input], Made], inputs: Iterable[Input]) -> Iterator[Made]:
-    """Iterate as `map`, where the work waits for a store: a few are begun before they are asked for."""
-    begun: deque[Future[Made]] = deque()
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        for item in inputs:
-            begun.append(pool.submit(work, item))
-            if len(begun) > THREADS:
-                yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def one_line(error: BaseException) -> str:

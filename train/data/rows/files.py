@@ -8,11 +8,10 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
@@ -20,6 +19,7 @@ from omni.stores.drivers import StoredObject, bare, read_range
 from omni.stores.reading import ObjectReader, listed, looked_up
 from omni.tasks import find_task
 from omni.utils.remote import check_there, find_address, shown
+from train.data.executor import Result, in_threads
 from train.data.rows.reference import DataFile
 from train.data.rows.row import OPTIONAL, Row, from_plain, row_schema
 
@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 SUFFIX, REPORT = ".parquet", "report.json"
-AT_ONCE = 16
-"""Files of a store that are looked at side by side."""
-
 NOT_WHOLE = "is not a whole Parquet file"
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -114,14 +109,9 @@ def open_parquet(file: DataFile, **options: Any) -> pq.ParquetFile:
     return pq.ParquetFile(opened(file), pre_buffer=not isinstance(file, Path), **options)
 
 
-def parallel_map(look: Callable[[DataFile], Result], files: Iterable[DataFile]) -> Iterator[Result]:
-    """Yield the results of `look` for each file, in order; a store's files are looked at in threads."""
-    files = list(files)
-    if not any(isinstance(file, StoredObject) for file in files):
-        yield from map(look, files)
-        return
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(look, files)
+def parallel_map(look: Callable[[DataFile], Result], files: Sequence[DataFile]) -> Iterator[Result]:
+    """Iterate over the results of `look` for each file, in order; a store's files are looked at in threads."""
+    return (in_threads if any(isinstance(file, StoredObject) for file in files) else map)(look, files)
 
 
 # --- what is in them --------------------------------------------------------------------------------------------
@@ -160,12 +150,6 @@ def check_columns(file: DataFile, schema: pa.Schema) -> None:
         actual = schema.field(field.name).type
         if actual != field.type:
             raise UserError(f"data file {file}: column {field.name!r} is {actual}, not {field.type}: {advice}")
-
-
-def has_large_groups(metadata: pq.FileMetaData) -> bool:
-    """True where the first groups of a file are too large to decode one for a single row."""
-    groups = (metadata.row_group(i) for i in range(min(metadata.num_row_groups, JUDGED_GROUPS)))
-    return any(group.num_rows > LARGE_ROWS or group.total_byte_size > LARGE_BYTES for group in groups)
 
 
 @contextmanager

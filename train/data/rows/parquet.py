@@ -33,11 +33,13 @@ from omni.files import replacing, writing
 from omni.stores.reading import local_file
 from omni.tasks import TASKS
 from train.data.rows.files import (
+    JUDGED_GROUPS,
+    LARGE_BYTES,
+    LARGE_ROWS,
     NOT_WHOLE,
     check_columns,
     evenly,
     find_files,
-    has_large_groups,
     look,
     one_line,
     open_parquet,
@@ -122,10 +124,9 @@ KEPT_GROUPS = 4
 """Decoded row groups that a process keeps of a source whose rows are read alone, those decoded last."""
 
 
-def written_as() -> dict[str, Any]:
-    """How `pyarrow.parquet.ParquetWriter` writes rows: a footer without what nobody asks it is read in half the time."""
-    codes = "turns.list.element.answer_codes.frames.list.element.list.element"
-    return {"write_page_checksum": True, "write_statistics": False, "use_dictionary": [codes]}
+_CODES = "turns.list.element.answer_codes.frames.list.element.list.element"
+WRITTEN_AS: dict[str, Any] = {"write_page_checksum": True, "write_statistics": False, "use_dictionary": [_CODES]}
+"""How `pyarrow.parquet.ParquetWriter` writes rows: a footer without what nobody asks it is read in half the time."""
 
 
 def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int = ROW_GROUP) -> int:
@@ -138,7 +139,7 @@ def write_rows(path: str | os.PathLike[str], rows: Iterable[Row], row_group: int
     target = Path(path)
     count = 0
     target.parent.mkdir(parents=True, exist_ok=True)
-    with writing(target), replacing(target) as part, pq.ParquetWriter(part, row_schema(), **written_as()) as writer:
+    with writing(target), replacing(target) as part, pq.ParquetWriter(part, row_schema(), **WRITTEN_AS) as writer:
         iterator = iter(rows)
         while group := list(itertools.islice(iterator, row_group)):
             plain = []
@@ -231,7 +232,8 @@ class StoredRows:
             for metadata, schema in parallel_map(look, data_files.files if counts is None else data_files.files[:1]):
                 seen.append(metadata.num_rows)
                 absent.append({name for name in OPTIONAL if name not in schema.names})
-                large = large or has_large_groups(metadata)
+                groups = map(metadata.row_group, range(min(metadata.num_row_groups, JUDGED_GROUPS)))
+                large = large or any(g.num_rows > LARGE_ROWS or g.total_byte_size > LARGE_BYTES for g in groups)
             self._files += data_files.files
             counted += seen if counts is None else counts
             if not sum(counted[-len(data_files.files) :]):

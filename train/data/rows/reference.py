@@ -27,7 +27,6 @@ from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes, urlencode
 from omni.audio.io import AudioInfo, audio_info, read_audio, read_part
 from omni.audio.resample import resample
 from omni.errors import UserError
-from omni.stores.cache import pointed_at
 from omni.stores.drivers import StoredObject, look_up
 from omni.stores.reading import PIECE, ObjectReader, guarded
 from omni.stores.tries import ChangedError, MissingError
@@ -80,17 +79,14 @@ class Reference:
     part: SoundPart | None = None
 
     @classmethod
-    def of_file(cls, path: str | os.PathLike[str], part: SoundPart | None = None) -> Reference:
-        """Name a file as it is now; OSError where it cannot be read."""
-        path = os.path.abspath(path)
+    def of(cls, address: str, part: SoundPart | None = None) -> Reference:
+        """Name a file, or an object of a store, as it is now; OSError or UserError where it cannot be looked at."""
+        if "://" in address:
+            stored = look_up(address)
+            return cls(stored.address, stored.size, version=stored.version, part=part)
+        path = os.path.abspath(address)
         state = os.stat(path)
         return cls(path, state.st_size, time=state.st_mtime_ns, crc32=_crc32(path, state.st_size, state.st_mtime_ns), part=part)
-
-    @classmethod
-    def of_object(cls, address: str, part: SoundPart | None = None) -> Reference:
-        """Name an object of a store as it is now; UserError where it cannot be looked at."""
-        stored = look_up(address)
-        return cls(stored.address, stored.size, version=stored.version, part=part)
 
     @classmethod
     def read(cls, text: str | None) -> Reference | None:
@@ -204,12 +200,6 @@ class Reference:
 class PointedRecording(Reference):
     """A recording of a data set that is read, of which only a pointer file was brought here (`omni.stores.cache`). Its
     methods raise StoreError where it cannot be had."""
-
-    @classmethod
-    def of(cls, file: str | os.PathLike[str]) -> PointedRecording | None:
-        """The recording that a pointer file stands for; None for another file."""
-        stored_object = pointed_at(file)
-        return None if stored_object is None else cls(stored_object.address, stored_object.size, version=stored_object.version)
 
     @contextmanager
     def _opened(self) -> Iterator[str | BinaryIO]:

@@ -43,7 +43,7 @@ from omni.audio.io import AudioInfo, audio_info, read_audio
 from omni.audio.resample import resample
 from omni.codec.registry import code_orders
 from omni.errors import UserError
-from omni.stores.cache import has_pointers
+from omni.stores.cache import has_pointers, pointed_at
 from omni.tasks import Task
 from omni.utils.remote import refuse_remote
 from train.data.rows.reference import PointedRecording, Reference, SoundPart, UnfitReference
@@ -81,7 +81,8 @@ class Sound:
             return None
         named = Reference.read(self.path)
         if named is None and self.path and self.folder is not None and has_pointers(self.folder):
-            return PointedRecording.of(inside(self.folder, self.path))
+            stored = pointed_at(inside(self.folder, self.path))
+            return None if stored is None else PointedRecording(stored.address, stored.size, stored.version)
         return named
 
     def info(self) -> AudioInfo:

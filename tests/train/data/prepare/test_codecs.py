@@ -115,7 +115,7 @@ def test_other_weights_of_a_codec_are_noticed(codec, tmp_path, monkeypatch):
     name, folder, _ = codec
     answers(tmp_path / "in")
     config = PrepareConfig(workers=0, codec=name, codec_folder=str(folder))
-    make, add, count = blocks.BlockMaker.make, shards.ShardWriter.add, []
+    make, add, count = blocks.BlockMaker.__call__, shards.ShardWriter.add, []
 
     def interrupted(self, *arguments):
         count.append(1)
@@ -124,7 +124,7 @@ def test_other_weights_of_a_codec_are_noticed(codec, tmp_path, monkeypatch):
         return make(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(blocks.BlockMaker, "make", interrupted)
+        patch.setattr(blocks.BlockMaker, "__call__", interrupted)
         patch.setattr(shards.ShardWriter, "add", lambda self, block: (add(self, block), self.finish()))
         prepare(tmp_path / "in/rows.csv", tmp_path / "out", config)
     file = folder / "model.safetensors"

@@ -49,7 +49,7 @@ def test_parts_are_the_rows_of_one_preparation(count, tmp_path):
 def test_a_part_that_was_cut_short_is_gone_on_with(tmp_path, monkeypatch):
     options = {"source": ToySource(200), "shard": "1/2"}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(blocks.BlockMaker, "make", _interrupted_at(192, blocks.BlockMaker.make))
+        patch.setattr(blocks.BlockMaker, "__call__", _interrupted_at(192, blocks.BlockMaker.__call__))
         made(tmp_path / "out", **options)
     assert list((tmp_path / "out.preparing").glob("rows-*.parquet"))
     assert made(tmp_path / "out", **options) == made(tmp_path / "whole", **options)

@@ -77,7 +77,7 @@ def test_killed_and_gone_on_with_equals_undisturbed(tmp_path):
 def test_interrupted_and_gone_on_with_equals_undisturbed(at, kind, tmp_path, monkeypatch):
     source = ToySource(120, kind, broken=(5, 110))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(blocks.BlockMaker, "make", _interrupted_at(at, blocks.BlockMaker.make))
+        patch.setattr(blocks.BlockMaker, "__call__", _interrupted_at(at, blocks.BlockMaker.__call__))
         made(tmp_path / "out", source)
     assert not list(tmp_path.glob("out.preparing/.*.part*"))
     assert made(tmp_path / "out", source) == made(tmp_path / "whole", source)
@@ -284,7 +284,7 @@ def test_a_full_disk(shard, tmp_path, monkeypatch):
 
 def test_a_shard_that_was_changed_is_not_gone_on_with(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(blocks.BlockMaker, "make", _interrupted_at(96, blocks.BlockMaker.make))
+        patch.setattr(blocks.BlockMaker, "__call__", _interrupted_at(96, blocks.BlockMaker.__call__))
         made(tmp_path / "out", ToySource(120))
     shard = tmp_path / "out.preparing" / "rows-00000.parquet"
     os.truncate(shard, 100)

@@ -30,7 +30,7 @@ def test_a_start_that_stored_nothing_may_be_gone_on_with_otherwise(tmp_path, mon
     """As a killed one leaves it, which had no time to clear up."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("train.data.prepare.prepare.discard", lambda folder: None)
-        patch.setattr(blocks.BlockMaker, "make", _interrupted)
+        patch.setattr(blocks.BlockMaker, "__call__", _interrupted)
         made(tmp_path / "out", ToySource(40))
     assert (tmp_path / "out.preparing" / "settings.json").is_file()
     assert made(tmp_path / "out", ToySource(40), codec="") == made(tmp_path / "whole", ToySource(40), codec="")

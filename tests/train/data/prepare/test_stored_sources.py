@@ -24,7 +24,7 @@ from tests.golden.toys import write_sound, write_table
 from train.data import executor
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.rows import PreparedBlock, block_maker
+from train.data.prepare.rows import BlockMaker, PreparedBlock
 from train.data.readers import data_path, open_source
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.parquet import StoredRows
@@ -64,7 +64,7 @@ def test_another_machine_of_a_cluster_brings_the_data_to_the_same_place(
     path, config = data_path(address), PrepareConfig(workers=1, read=ReaderOptions(audio="required" if whole else "none"))
     source = open_source(path, config.read)
     source.brought = path, address
-    work = pickle.dumps(partial(block_maker, source, config, features().arrow_schema))
+    work = pickle.dumps(partial(BlockMaker, source, config, features().arrow_schema))
 
     def made() -> Any:
         return executor.ItemWorker(work, (), 1).do(range(2))
