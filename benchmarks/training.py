@@ -37,7 +37,7 @@ from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, OptimizerConfig
 from train.distributed.fabric import build_fabric
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
-from train.trainer.balanced_step import BalancedStep, Balancing
+from train.trainer.balanced_step import Balancing
 from train.trainer.build import prepare
 from train.trainer.loop import Loop
 from train.trainer.signals import Stop
@@ -198,12 +198,11 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
     with with_batches(replace(run, balance=section, data=mixture, objective=plain), device, steps) as (loop, batches):
         timed: Any = loop.step
         built = {field.name: getattr(timed.take, field.name) for field in fields(PlainStep)}
-        works: dict[str, Step] = {"plain": PlainStep(**built)}
+        works: dict[str, Step] = {"plain": PlainStep(**built | {"balance": None})}
         for name, section in sections.items():
             trainable = [(n.removeprefix("model."), p) for n, p in loop.objective.named_parameters() if p.requires_grad]
-            own = (loop.parts, built["fabric"], built["module"], trainable, loop.group)
-            balancing = Balancing(section, *own, len(batches[0].batches))
-            works[name] = BalancedStep(**built, balance=balancing, start=0.0)
+            own = (loop.validation.parts, built["fabric"], built["module"], trainable, loop.group)
+            works[name] = PlainStep(**built | {"balance": Balancing(section, *own, len(batches[0].batches))})
         slices = {name: partial(_slice, step) for name, step in works.items()}
         spent = in_turns(slices, [batches], device, 1 if small else 12)
     yield "plain", {"ms": statistics.median(spent["plain"]) / steps * 1e3}
@@ -224,7 +223,7 @@ def guard(device: torch.device, small: bool, config: str) -> Figures:
     """
     run, rounds = recipe(config, small), 1 if small else 8
     with with_batches(run, device, 1 if small else 4) as (loop, batches):
-        guarded = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.parts.idle)
+        guarded = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.validation.parts.idle)
         for phase, share in phases_of(run).items():
             plain, watched = partial(loop.step, progress=share), partial(guarded, progress=share)
             spent = in_turns({"plain": plain, "watched": watched}, batches, device, rounds)

@@ -230,8 +230,9 @@ def toy_fit(
         loop = build_loop(config, parts, fabric, folder, group, callbacks, profile)
         outcome = loop.run()
     weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
-    if loop.average is not None:
-        weights.update({f"average.{k}": v.clone() for k, v in loop.average.values.items()})
+    average = loop.validation.average
+    if average is not None:
+        weights.update({f"average.{k}": v.clone() for k, v in average.values.items()})
     return outcome, weights
 
 

@@ -214,7 +214,7 @@ def examine(config: FitConfig, steps: int) -> list[Finding]:
         )
         check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
-        take = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.parts.idle, seen=1, trace=True)
+        take = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.validation.parts.idle, seen=1, trace=True)
         try:
             with Stop() as stop:
                 feed = loop.feed(stop)

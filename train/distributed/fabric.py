@@ -178,56 +178,35 @@ def launch_names(environ: Mapping[str, str]) -> set[str]:
     return names
 
 
-@torch.no_grad()
-def full_state(
-    module: nn.Module,
-    replace: Mapping[str, Tensor] | None,
-    group: ProcessGroup,
-    prefix: str = "",
-    device: torch.device | str = "cpu",
-) -> dict[str, Tensor]:
-    """The whole state dict, on the first process (empty on the others); all processes must call it. Names that start with
-    `prefix` are kept, without it, and `replace`, such as the running average, has values instead of the module's. What is whole
-    and on `device` already shares memory with them; sharded values come to the CPU."""
-    whole: dict[str, Tensor] = {}
-    for name, (dtype, value) in _values(module, replace, prefix).items():
-        sharded = isinstance(value, DTensor)
-        value = value.full_tensor() if sharded else value
-        if group.first:
-            whole[name] = value.detach().to("cpu" if sharded else device, dtype)
-    return whole
-
-
-def _values(module: nn.Module, replace: Mapping[str, Tensor] | None, prefix: str) -> dict[str, tuple[torch.dtype, Any]]:
-    """Types and values of the tensors whose names start with `prefix`, without it."""
-    state = module.state_dict()
-    return {
-        name[len(prefix) :]: (own.dtype, own if replace is None else replace.get(name, own))
-        for name, own in state.items()
-        if name.startswith(prefix)
-    }
-
-
 def with_whole_state(
     module: nn.Module,
     replace: Mapping[str, Tensor] | None,
     group: ProcessGroup,
     work: Callable[[Mapping[str, Tensor]], T],
     prefix: str = "",
+    device: torch.device | str = "cpu",
 ) -> T | None:
-    """Run `work` in the first process, as `run_on_first` does, with the whole state on the CPU (see `full_state`); all call it.
+    """Runs `work` in the first process, as `run_on_first` does, with the whole state; all processes call it.
+
     A tensor is gathered when it is read, and dropped when it has been (`omni.convert.lazy.LazyTensors`): the first process says
-    which one it reads, and the others follow it until its work has ended or failed."""
-    values = _values(module, replace, prefix)
+    which one it reads, and the others follow it until its work has ended or failed.
+
+    Args:
+        replace: values to be given instead of the module's, such as the running average.
+        prefix: start of the names of the tensors that are given, without it.
+        device: what is whole and there already shares memory with what is given; sharded values come to the CPU.
+    """
+    own = {name[len(prefix) :]: value for name, value in module.state_dict().items() if name.startswith(prefix)}
+    values = {name: (value.dtype, (replace or {}).get(prefix + name, value)) for name, value in own.items()}
 
     @torch.no_grad()
     def gather(name: str) -> Tensor:
         dtype, value = values[name]
-        if isinstance(value, DTensor):
-            if group.first:
-                group.broadcast(name)
-            value = value.full_tensor()
-        return value.detach().to("cpu", dtype)
+        if not isinstance(value, DTensor):
+            return value.detach().to(device, dtype)
+        if group.first:
+            group.broadcast(name)
+        return value.full_tensor().detach().to("cpu", dtype)
 
     def lead() -> T:
         lazies = {name: Lazy.once(tuple(value.shape), dtype, partial(gather, name)) for name, (dtype, value) in values.items()}

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_fabric import Fabric
@@ -35,7 +35,9 @@ from train.objective.objective import cells as cells_of
 from train.trainer.logs import BALANCE
 from train.trainer.metrics import BalanceTally
 from train.trainer.parts import Batch, Parts
-from train.trainer.step import PlainStep, StepBatches
+
+if TYPE_CHECKING:
+    from train.trainer.step import StepBatches
 
 
 @dataclass
@@ -135,10 +137,6 @@ class Balancing:
         report = (self._bilevel if section.spec.bilevel else levels[section.at])(now)
         self.steps += 1
         self.tally.add(report.figures(self.names))
-        self._report(report)
-
-    def _report(self, report: BalanceReport) -> None:
-        """Warns, once for each task, that its gradient of the shared part was zero."""
         zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.warned]
         self.warned.update(zero)
         if zero and self.group.rank == 0:
@@ -149,7 +147,7 @@ class Balancing:
                 stacklevel=2,
             )
 
-    def settle(self, left_out: Tensor, progress: float) -> None:
+    def settle(self, left_out: Tensor) -> None:
         """Updates the method after the optimizer's step, or restores its state of before where that step was left out (1,
         else 0). At level parameters the state is kept: the gradients were numbers, or the method left their tasks out."""
         now, self.now = self.now, None
@@ -191,13 +189,10 @@ class Balancing:
     def _backward(self, loss: Tensor) -> None:
         self.fabric.backward(loss * self.group.world)
 
-    def _alone(self, more: bool) -> Any:
-        """A context for the passes of a micro-batch: while `more` follow, processes exchange no gradients."""
-        return accumulating(self.fabric, self.module, more)
-
     def _passes(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, Any]]:
-        """Micro-batches, each with the context of its passes."""
-        return ((batch, self._alone(i + 1 < len(batches))) for i, batch in enumerate(batches))
+        """Micro-batches, each with the context of its passes: before the last one, processes exchange no gradients."""
+        last = len(batches) - 1
+        return ((batch, accumulating(self.fabric, self.module, i < last)) for i, batch in enumerate(batches))
 
     def _only(self, task: int) -> Tensor:
         """Weights [M + 1] of one balanced task alone, or (-1) of the rest."""
@@ -266,7 +261,8 @@ class Balancing:
                 return self._pass(batch, step, self._only(task), note=step is steps[0]).total
 
             passes = [partial(of_task, batch=batch.to(self.fabric.device)) for batch in step.batches]
-            running = self.group.sum, self._backward, self._alone, counts > 0
+            alone = partial(accumulating, self.fabric, self.module)
+            running = self.group.sum, self._backward, alone, counts > 0
             gathered.append(self.balancer.gather(passes, self.shared, self.own, *running))
         (rows, rest, losses), others = gathered[0], [table for table, _, _ in gathered[1:]]
         report = self.balancer.combine(losses, rows, self.shared, self.own, rest, self.group.sum, counts, others)
@@ -345,26 +341,3 @@ def _own(losses: Losses) -> Tensor:
 def _with_rest(weights: Tensor) -> Tensor:
     """Weights [M + 1]: those of the balanced tasks, and 1 of the rest."""
     return torch.cat([weights.float(), torch.ones(1)])
-
-
-@dataclass(eq=False)
-class BalancedStep(PlainStep):
-    """Trains on the tasks' losses as a balance method combines them, and plainly before `start`.
-
-    Attributes:
-        start: share of the budget from which tasks are balanced.
-    """
-
-    balance: Balancing
-    start: float
-
-    def gradients(self, step: StepBatches, denominators: Tensor, progress: float) -> None:
-        if progress < self.start:
-            super().gradients(step, denominators, progress)
-            return
-        lr = max(group["lr"] for group in self.optimizer.param_groups)
-        self.balance.take(step, denominators, progress, lr, self.meter.add)
-
-    def settle(self, left_out: Tensor, progress: float) -> None:
-        if progress >= self.start:
-            self.balance.settle(left_out, progress)

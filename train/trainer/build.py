@@ -49,7 +49,7 @@ from train.eval.held_out import items_of
 from train.objective.objective import Objective, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
 from train.trainer import screen
-from train.trainer.balanced_step import BalancedStep, Balancing
+from train.trainer.balanced_step import Balancing
 from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs, LogWriter
 from train.trainer.loop import Loop
@@ -215,9 +215,8 @@ def build_loop(
     calls = Callbacks(callbacks, group)
     checkpointer.asynchronous &= not any(type(callback).on_save is not Callback.on_save for callback in callbacks)
 
-    built = (fabric, module, optimizer, stepper, group, meter, parts.idle, config.clip, highest)
     first = real.align_first if real is not None else 0.0
-    step: Step = PlainStep(*built) if balance is None else BalancedStep(*built, balance, first)
+    step: Step = PlainStep(fabric, module, optimizer, stepper, group, meter, parts.idle, config, highest, balance, first)
     if config.guard:
         step = GuardedStep(step, objective, optimizer, parts.idle, number=position.step, say=say)
     timed = TimedStep(step, parts.idle, say)
@@ -242,12 +241,11 @@ def build_loop(
         writer,
     ]
     flops = StepFlops(real.model, config.objective) if real is not None else None
-    tasks = len(parts.tasks) if balance is not None else 0
 
     def feed(stop: Stop) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())
         batches = calls.checked(checkpointer.checked(batches))
-        return Feed(batches, parts.targets, flops, checkpointer.clock, len(parts.streams), group, stop, tasks)
+        return Feed(batches, parts, flops, checkpointer.clock, group, stop, balance is not None)
 
     answering = fabric.device if config.lora is None else "cpu"  # adapters are merged into copies
     validation = RunValidation(config, parts, checkpointer, observers, module, average, fabric.device, answering, group)

@@ -17,14 +17,14 @@ from train.config.run import FitConfig
 from train.console.progress import TrainProgress
 from train.data.batching.packer import update_states
 from train.distributed.process_group import ProcessGroup, is_lost
-from train.optim.optimizer import Average, Optimizers, set_learning_rate
+from train.optim.optimizer import Optimizers, set_learning_rate
 from train.optim.schedule import learning_rate
 from train.trainer.logs import DataCounts
 from train.trainer.metrics import StepHealth
-from train.trainer.parts import Figures, Observer, Outcome, Parts
+from train.trainer.parts import Figures, Observer, Outcome
 from train.trainer.screen import end_lines, lost_line
 from train.trainer.signals import Stop
-from train.trainer.step import Feed, StepBatches, TimedStep
+from train.trainer.step import Feed, TimedStep
 from train.trainer.usage import Usage
 from train.trainer.validation import RunValidation
 
@@ -59,16 +59,8 @@ class Loop:
         return self.checkpointer.position
 
     @property
-    def parts(self) -> Parts:
-        return self.validation.parts
-
-    @property
     def objective(self) -> nn.Module:
-        return self.parts.objective
-
-    @property
-    def average(self) -> Average | None:
-        return self.validation.average
+        return self.validation.parts.objective
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -101,7 +93,10 @@ class Loop:
             self.group.step = position.step + 1
             for observer in self.observers:
                 observer.on_step_begin(position.step + 1)
-            step = self._fetch(feed)
+            with self._saved_if_refused(), self.usage.idle():
+                step = feed.next()
+            self.usage.waited += step.waited
+            position.seconds = step.seconds
             if self.checkpointer.used >= 1 or feed.used_up:  # minutes or rows are spent
                 if position.step >= self.health.first_step and position.step % self.config.log.every:
                     self._log()  # the last steps, which the log lacks
@@ -113,8 +108,8 @@ class Loop:
             self.step(step, self.checkpointer.used)
             position.step += 1
             update_states(position.packer_shards, step.batches)
-            if self.average is not None:
-                self.average.update(position.step)
+            if (average := self.validation.average) is not None:
+                average.update(position.step)
             self._end_step()
             stopped = step.stop or (stop.number if self.group.world == 1 else 0)
             if not stopped:
@@ -132,13 +127,6 @@ class Loop:
         for observer in reversed(self.observers):
             observer.on_end(outcome)
         return outcome
-
-    def _fetch(self, feed: Feed) -> StepBatches:
-        with self._saved_if_refused(), self.usage.idle():
-            step = feed.next()
-        self.usage.waited += step.waited
-        self.position.seconds = step.seconds
-        return step
 
     def _end_step(self) -> None:
         step, figures = self.position.step, Figures()

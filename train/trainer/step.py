@@ -2,8 +2,7 @@
 forward and backward of each, then one step of the optimizer; under the graph guard where that is asked for, which also finds
 streams and tasks that get no target.
 
-Each of `PlainStep`, `train.trainer.balanced_step.BalancedStep`, `GuardedStep` and `TimedStep` is a `Step`: whoever trains calls
-one, and does not ask which.
+Each of `PlainStep`, `GuardedStep` and `TimedStep` is a `Step`: whoever trains calls one, and does not ask which.
 """
 
 from __future__ import annotations
@@ -27,15 +26,17 @@ from omni.diagnostics.findings import shortlist
 from omni.errors import UserError
 from omni.layout import Layout
 from omni.tasks import TASKS
+from train.config.run import FitConfig
 from train.data.batching.batch import Batch
 from train.data.sources.mixture import UsedUp
 from train.distributed.fabric import accumulating, clip, reshard
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import HEADS, cells
 from train.optim.optimizer import Optimizers
+from train.trainer.balanced_step import Balancing
 from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
-from train.trainer.parts import Observer
+from train.trainer.parts import Observer, Parts
 from train.trainer.signals import SIGNALS, Stop
 
 
@@ -69,21 +70,19 @@ class Feed:
     """Fetches steps. All processes call `next` together: it makes the loop's one exchange between them, on the CPU.
 
     Attributes:
-        targets: number of targets of a batch, [K + HEADS], with which `flops` gives its FLOPs.
+        flops: FLOPs of a batch, given its targets.
         clock: seconds that the run has taken.
-        streams: their number.
-        tasks: their number where a batch's targets are also counted by task and stream, [T, K].
+        balanced: a batch's targets are also counted by task and stream, [T, K].
         used_up: the data of any process have ended: the last `next` is no whole step.
     """
 
     batches: Iterator[Sequence[Any]]
-    targets: Callable[[Any], Tensor]
+    parts: Parts
     flops: Callable[[Any, Tensor], float] | None
     clock: Callable[[], float]
-    streams: int
     group: ProcessGroup
     stop: Stop
-    tasks: int = 0
+    balanced: bool = False
     used_up: bool = False
 
     def next(self) -> StepBatches:
@@ -92,13 +91,16 @@ class Feed:
         group.phase = "waiting for data"
         batches: Sequence[Any] = ()
         failure: UserError | None = None
-        ended = False
-        sizes = [2, self.streams + HEADS, self.tasks * self.streams]
+        ended, shape = False, (len(self.parts.tasks), len(self.parts.streams))
+        sizes = [2, shape[1] + HEADS, math.prod(shape) * self.balanced]
         counts = torch.zeros(sum(sizes), dtype=torch.float64)
         try:
             batches = next(self.batches)
             for batch in batches:
-                counts += self._counts(batch)
+                targets = self.parts.targets(batch)
+                work = [batch.positions, self.flops(batch, targets) if self.flops is not None else 0.0]
+                by_task = cells(batch).flatten() if self.balanced else torch.zeros(0)
+                counts += torch.cat([torch.tensor(work, dtype=torch.float64), targets.double(), by_task.double()])
         except UsedUp:
             ended = True
         except UserError as error:
@@ -116,17 +118,9 @@ class Feed:
             group.raise_if_any_failed(failure)
         self.used_up = ended_in > 0
         stop = next((int(s) for s, flag in zip(SIGNALS, stops, strict=True) if flag), 0)
-        work, targets, by_task = whole[: len(counts)].split(sizes)
-        balanced = by_task.view(self.tasks, self.streams) if self.tasks else None
-        positions, flops = work.tolist()
-        return StepBatches(batches, targets.long(), positions, flops, seconds, stop, balanced, waited, held_up)
-
-    def _counts(self, batch: Any) -> Tensor:
-        """Positions and FLOPs of a batch, its targets by stream, and where asked for those by task and stream."""
-        targets = self.targets(batch)
-        work = [batch.positions, self.flops(batch, targets) if self.flops is not None else 0.0]
-        by_task = cells(batch).flatten() if self.tasks else torch.zeros(0)
-        return torch.cat([torch.tensor(work, dtype=torch.float64), targets.double(), by_task.double()])
+        (positions, flops), targets, by_task = whole[: len(counts)].split(sizes)
+        own_cells = by_task.view(shape) if self.balanced else None
+        return StepBatches(batches, targets.long(), float(positions), float(flops), seconds, stop, own_cells, waited, held_up)
 
 
 Step = Callable[[StepBatches, float], object]
@@ -135,7 +129,7 @@ Step = Callable[[StepBatches, float], object]
 
 @dataclass(eq=False)
 class PlainStep:
-    """Trains on the sum of the losses.
+    """Trains on the sum of the losses, or on the tasks' losses as a balance method combines them.
 
     Each loss is divided by the counts of the whole step, over all processes; gradients are averaged over processes, hence
     the factor. A step whose gradients are not finite is left out on the device: the host does not wait for the norm.
@@ -144,7 +138,7 @@ class PlainStep:
         module, stepper: the objective and the optimizer as Fabric wraps them.
         meter, highest: get the losses, the gradients' norm, and whether the step was left out; the losses of the examples.
         idle: parameters that are not trained at that share of the budget.
-        clip: largest norm of the gradients; None for any.
+        balance: of the tasks, from the share `start` of the budget on; None for the plain sum.
     """
 
     fabric: Fabric
@@ -154,21 +148,30 @@ class PlainStep:
     group: ProcessGroup
     meter: StepMetrics
     idle: Callable[[float], Iterable[nn.Parameter]]
-    clip: float | None
+    config: FitConfig
     highest: HighestLosses
+    balance: Balancing | None = None
+    start: float = 0.0
 
     def __call__(self, step: StepBatches, progress: float) -> None:
         self.group.phase = "forward and backward"
-        self.gradients(step, step.denominators.to(self.fabric.device, non_blocking=True), progress)
+        denominators = step.denominators.to(self.fabric.device, non_blocking=True)
+        balance = self.balance if progress >= self.start else None
+        if balance is None:
+            self.gradients(step, denominators, progress)
+        else:
+            lr = max(group["lr"] for group in self.optimizer.param_groups)
+            balance.take(step, denominators, progress, lr, self.meter.add)
         self.group.phase = "optimizer step"
         for p in self.idle(progress):
             p.grad = None
-        limit = math.inf if self.clip is None else self.clip
+        limit = math.inf if self.config.clip is None else self.config.clip
         norm = clip(self.fabric, self.module, self.stepper, limit)
         self.optimizer.skip = skip = (~norm.isfinite()).float()
         self.stepper.step()
         self.stepper.zero_grad()
-        self.settle(skip, progress)
+        if balance is not None:
+            balance.settle(skip)
         self.meter.step(step.positions, step.flops, skip, norm)
 
     def gradients(self, step: StepBatches, denominators: Tensor, progress: float) -> None:
@@ -181,9 +184,6 @@ class PlainStep:
                 self.fabric.backward(losses.total * self.group.data_world)
             self.meter.add(losses)
             self.highest.add(losses, batch)
-
-    def settle(self, left_out: Tensor, progress: float) -> None:
-        """Called after the optimizer's step; `left_out` is 1 where it was left out, else 0."""
 
 
 SEEN = 30  # micro-batches with a task after which its targets, if there were none, count as missing

@@ -39,7 +39,7 @@ from train.data.batching.packer import choose
 from train.data.build import held_out_rows
 from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row
-from train.distributed.fabric import full_state, reshard, with_whole_state
+from train.distributed.fabric import reshard, with_whole_state
 from train.distributed.process_group import ProcessGroup
 from train.eval.held_out import Item, evaluate, spoken, write_answers
 from train.objective.objective import HEADS, Losses
@@ -338,15 +338,15 @@ class RunValidation:
         except BrokenOff:
             return None
         group.phase = "validation answers"
-        values = self.average.values if self.average else None
-        weights = full_state(parts.objective, values, group, "model.", self.answering) if asked else {}
+        values, figures = self.average.values if self.average else None, Figures()
 
-        def answers() -> Figures | None:
+        def answers(weights: Mapping[str, Tensor]) -> Figures | None:
             with suppress(BrokenOff):
-                return parts.validate(weights, step) if parts.validate is not None else {}
+                return parts.validate(dict(weights), step) if parts.validate is not None else {}
             return None
 
-        figures = group.broadcast(group.run_on_first(answers))
+        if asked:
+            figures = group.broadcast(with_whole_state(parts.objective, values, group, answers, "model.", self.answering))
         return None if figures is None else group.broadcast({**figures, **losses})
 
     def _breakable(self) -> Iterator[Any]:

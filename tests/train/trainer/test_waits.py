@@ -111,7 +111,9 @@ class Steps:
         meter = StepMetrics(tuple(TASKS), shape.layout.names, GPU, group)
         fabric: Any = OnGPU(monkeypatch)
         highest = HighestLosses(20, Path(), group)
-        self.step = PlainStep(fabric, module, optimizer, optimizer, group, meter, lambda progress: (), 1.0, highest)
+        self.step = PlainStep(
+            fabric, module, optimizer, optimizer, group, meter, lambda progress: (), SimpleNamespace(clip=1.0), highest
+        )
 
     def take(self, micro_batches: int) -> None:
         counts = targets(self.batch).long() * micro_batches
@@ -228,7 +230,7 @@ def test_nothing_in_a_step_waits_on_a_gpu(recompute: Recompute) -> None:
     average, group = Average(named, 0.99), ProcessGroup(fabric)
     meter = StepMetrics(tuple(TASKS), objective.model.layout.names, fabric.device, group)
     highest = HighestLosses(20, Path(), group)
-    step = PlainStep(fabric, module, optimizer, stepper, group, meter, lambda progress: (), 1.0, highest)
+    step = PlainStep(fabric, module, optimizer, stepper, group, meter, lambda progress: (), SimpleNamespace(clip=1.0), highest)
     given = StepBatches([batch.pin_memory()], targets(batch).long(), 1.0, 1.0, 0.0, 0)
     step(given, 1.0)
     try:
