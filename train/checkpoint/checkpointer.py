@@ -8,11 +8,12 @@ import os
 import socket
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,14 @@ from omni.files import pages, write_json
 from omni.utils.profiling import GIB, free_memory, high_water
 from train.checkpoint import retention, state
 from train.checkpoint.state import CheckpointContent
-from train.checkpoint.upload import Uploads, bring_back
+from train.checkpoint.upload import Uploads, bring_back, in_background
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig
 from train.console.progress import counted
 from train.data.batching.packer import States, merge
 from train.distributed.fabric import launch_names, restarted
 from train.distributed.process_group import ProcessGroup
-from train.optim.optimizer import Average
-from train.optim.schedule import check_larger, due, extension, used
+from train.optim.optimizer import Average, check_larger, due, extension, used
 
 
 class Checkpointer:
@@ -156,7 +156,7 @@ class Checkpointer:
             warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
         elif stored is not None:
             self.balance.load_state_dict(stored)
-            self.balance.tally.values = self.position.tally
+            self.balance.tally = self.position.tally
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Checkpointer:
         shards = merge(self.group.gather(self.own_shards()))  # other processes' states here may date from the last start
         whole, balance = replace(position, packer_shards=shards), None
         if self.balance is not None:
-            balance, whole.tally = self.balance.state_dict(), self.balance.tally.values
+            balance, whole.tally = self.balance.state_dict(), self.balance.tally
         held = state.capture(self.parent, whole, self.plain, *self.training, self.group, balance)
         self._with_figures = position.validated[0] == position.step
         copied = self._copied(held) if beside and self.asynchronous else None
@@ -282,10 +282,11 @@ class Checkpointer:
         """Say what was uploaded, or was not; with `wait`, wait for what still is."""
         if self.uploads is None:
             return
-        if wait and self.uploads.left:
+        last = self.uploads.last
+        if wait and last is not None and not last.done():
             self.say(f"uploading to {self.uploads.address}")
             try:
-                self.uploads.wait()
+                futures.wait([last])
             except KeyboardInterrupt:
                 self.say(f"the upload was broken off; everything is in {self.folder}")
         for line in self.uploads.messages():
@@ -318,15 +319,12 @@ class Checkpointer:
         return {key: shard for key, shard in shards.items() if shard["packer_shard"] in self.packer_shards}
 
     def is_best(self, value: float | None) -> bool:
-        """True where a value of `checkpoint.metric` is among the best so far; decided by the first process."""
+        """True where a value of `checkpoint.metric` is among the best so far."""
         self.wait()
-        return bool(self.group.broadcast(self.group.run_on_first(lambda: self._is_best(value))))
-
-    def _is_best(self, value: float | None) -> bool:
         keep = self.config.checkpoint
         if value is None or not math.isfinite(value) or keep.keep_best < 1:
             return False
-        best = retention.ranked(self.parent, keep.metric, keep.good)[: keep.keep_best]
+        best = self.group.broadcast(self.group.run_on_first(lambda: retention.best(self.parent, keep))) or []
         return len(best) < keep.keep_best or (value > best[-1][0] if keep.good == "max" else value < best[-1][0])
 
     def add_figures(self) -> None:
@@ -344,7 +342,7 @@ class Checkpointer:
     def _prune(self) -> None:
         """Deletes all checkpoints but the newest and the best."""
         keep, folders = self.config.checkpoint, retention.checkpoints(self.parent)
-        best = [folder for _, folder in retention.ranked(self.parent, keep.metric, keep.good)[: keep.keep_best]]
+        best = [folder for _, folder in retention.best(self.parent, keep)]
         for folder in folders:
             if folder not in (*folders[-keep.keep_last :], *best):
                 retention.discard(folder)
@@ -402,7 +400,9 @@ class StateCopy:
                 pieces += zip(*([t[at : at + PIECE] for at in range(0, len(t), PIECE)] for t in both), strict=True)
             else:
                 out[name].copy_(tensor, non_blocking=self.cuda)
-        _copy(pieces)
+        # Each by one thread: PyTorch's threads wait for each other at every tensor, long where cores are shared.
+        with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
+            deque(pool.map(lambda piece: np.copyto(*piece), pieces), maxlen=0)
         return out
 
     def _block(self, file: str, size: int) -> Tensor:
@@ -427,13 +427,6 @@ class StateCopy:
             self._stager = None
 
 
-def _copy(pieces: Sequence[tuple[Any, Any]]) -> None:
-    """Copies arrays, each by one thread: PyTorch's threads wait for each other at every tensor, long where cores are shared."""
-    with ThreadPoolExecutor(min(THREADS, torch.get_num_threads())) as pool:
-        for _ in pool.map(lambda piece: np.copyto(*piece), pieces):
-            pass
-
-
 def lacking_memory(needed: int, on_cpu: bool, group: ProcessGroup) -> str | None:
     """Says where a machine has no room for its processes' copies (`needed` bytes of this one), and why; None where all have.
     Steps `on_cpu` take its memory as well: as much as they have taken at most so far. All processes must call it."""
@@ -445,19 +438,3 @@ def lacking_memory(needed: int, on_cpu: bool, group: ProcessGroup) -> str | None
         if sum(sizes) > SHARE * free:
             return f"a copy of the state takes {sum(sizes) / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free on {host}"
     return None
-
-
-def in_background(work: Callable[[], None]) -> Future[None]:
-    """Begins a piece of work in a thread of its own, which does not keep the process from ending."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    Thread(target=run, name="checkpoint", daemon=True).start()
-    return done

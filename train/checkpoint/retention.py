@@ -15,6 +15,7 @@ import yaml
 
 from omni.errors import UserError
 from omni.files import write_whole
+from train.config.sections import CheckpointConfig
 
 FORMAT = 1
 STATE, LAST = "state.json", "last"
@@ -75,12 +76,12 @@ def newest(parent: Path) -> Path | None:
     return next(reversed(checkpoints(parent)), None)
 
 
-def ranked(parent: Path, metric: str, mode: str) -> list[tuple[float, Path]]:
-    """Checkpoints at which `metric` was measured, with its value, best first; of equal ones the older first. Values that are
-    not finite are left out."""
-    scored = [(read_state(folder)["figures"].get(metric), folder) for folder in checkpoints(parent)]
+def best(parent: Path, keep: CheckpointConfig) -> list[tuple[float, Path]]:
+    """The `keep_best` checkpoints of the best `metric` with its values, best first, of equal ones the older first. Those at
+    which it was not measured, or not finite, are left out."""
+    scored = [(read_state(folder)["figures"].get(keep.metric), folder) for folder in checkpoints(parent)]
     measured = [(value, folder) for value, folder in scored if value is not None and math.isfinite(value)]
-    return sorted(measured, key=lambda entry: -entry[0] if mode == "max" else entry[0])
+    return sorted(measured, key=lambda entry: -entry[0] if keep.good == "max" else entry[0])[: keep.keep_best]
 
 
 def discard(folder: Path) -> None:

@@ -19,9 +19,10 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def capture(
     return CheckpointContent(
         parent / name_of(position.step),
         json.dumps(data) + "\n",
-        group.gather(random_state(_device(module))),
+        group.gather(random_state(next(module.parameters()).device)),
         tensors_of(module, optimizer, average) if mine else {},
         sharded,
         dict(balance) if balance is not None and mine else None,
@@ -147,10 +148,6 @@ def write(held: CheckpointContent, group: ProcessGroup) -> Path:
             shutil.rmtree(beside, ignore_errors=True)
             (beside / TENSORS).mkdir(parents=True)
 
-    def write_balance() -> None:
-        if held.balance is not None:
-            save_tensors(held.balance, beside / BALANCE.format(group.rank), checksum=False)
-
     def write_state() -> None:
         if held.sharded:
             writer = dcp.HuggingFaceStorageWriter(str(beside / TENSORS), save_distributed=True)
@@ -161,6 +158,8 @@ def write(held: CheckpointContent, group: ProcessGroup) -> Path:
             named = {f"{rank}.{name}": t for rank, state in enumerate(held.random_states) for name, t in state.items()}
             save_tensors(named, beside / RNG)
             (beside / STATE).write_text(held.text, encoding="utf-8")
+        if held.balance is not None:
+            save_tensors(held.balance, beside / BALANCE.format(group.rank), checksum=False)
 
     def publish() -> None:
         if group.first:
@@ -170,21 +169,19 @@ def write(held: CheckpointContent, group: ProcessGroup) -> Path:
             os.rename(beside, target)
             write_whole(target.with_name(LAST), target.name + "\n")
 
-    # Processes agree after each part, so that none waits for one that has failed.
-    for part in (make_room, write_balance, write_state, publish):
-        failure: UserError | None = None
+    def attempt(part: Callable[[], None]) -> None:
         try:
             part()
-        except UserError as error:
-            failure = error
         except (OSError, MemoryError, CheckpointException, RuntimeError) as error:
-            failure = _cannot_write(target, error)
-        try:
-            group.raise_if_any_failed(failure)
-        except UserError:
-            if group.first:
-                shutil.rmtree(beside, ignore_errors=True)
-            raise
+            raise _cannot_write(target, error) from error
+
+    try:
+        for part in (make_room, write_state, publish):  # processes agree after each, so that none waits for one that has failed
+            group.together(partial(attempt, part))
+    except UserError:
+        if group.first:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
     return target
 
 
@@ -237,7 +234,7 @@ def load(
         raise UserError(f"checkpoint {folder} cannot be read ({reason}); {way_back(folder)}") from error
     own = {name.split(".", 1)[1]: t for name, t in states.items() if name.startswith(f"{group.rank}.")}
     if own:
-        set_random_state(own, _device(module))
+        set_random_state(own, next(module.parameters()).device)
     fields = {name: data[name] for name in Position.__dataclass_fields__ if name in data}
     fields["validated"], fields["saved"] = tuple(fields["validated"]), tuple(fields["saved"])
     return Position(**fields)
@@ -249,10 +246,6 @@ def check_weights(folder: Path, module: nn.Module, optimizer: torch.optim.Optimi
     for name, tensor in tensors_of(module, optimizer, average).items():
         if not name.startswith("optimizer.") and not finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
             raise UserError(f"checkpoint {folder}: tensor {name} holds numbers that are not finite; {way_back(folder)}")
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[str, Tensor] | None:
@@ -322,15 +315,10 @@ def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, opti
 
 
 def _compare_names(folder: Path, wanted: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
-    for name in sorted(wanted.keys() ^ stored.keys()):
-        where = "lacks" if name in wanted else "has"
-        raise UserError(f"checkpoint {folder} {where} {name!r}, unlike this configuration; was another model trained there?")
-    for name, tensor in wanted.items():
-        if tuple(stored[name].size) != tuple(tensor.shape):
-            raise UserError(
-                f"checkpoint {folder}: {name} has shape {list(stored[name].size)}, here it is {list(tensor.shape)}; was "
-                "another model trained there?"
-            )
+    own, there = ({name: list(t.shape) for name, t in wanted.items()}, {name: list(meta.size) for name, meta in stored.items()})
+    for name in sorted(name for name in own.keys() | there.keys() if own.get(name) != there.get(name)):
+        unlike = f"{there.get(name, 'missing')} there, and {own.get(name, 'missing')} in this configuration"
+        raise UserError(f"checkpoint {folder}: the shape of {name!r} is {unlike}; was another model trained there?")
 
 
 def seed_random(seed: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Thread
@@ -42,62 +43,68 @@ class Uploads:
 
     Args:
         address: of the folder there.
+
+    Attributes:
+        last: done once everything is copied, or has failed; None before there was anything.
     """
 
     def __init__(self, address: str) -> None:
         self.address = check_upload(address)
+        self.last: Future[None] | None = None
         self._lines: deque[str] = deque()
-        self._last: Future[None] | None = None
         self._checkpoint: tuple[Future[None], str, Path] | None = None  # the last one, with its name and folder
 
     def add(self, folder: Path) -> None:
         """Copy a finished checkpoint, or a finished model, as soon as those before it are copied. A checkpoint is held by links
         to its files, so that it may be deleted meanwhile. One that still waits when the next one comes is left out."""
-        done, before, name, held = Future[None](), self._last, folder.name, folder
-        if folder.parent.name == CHECKPOINTS:
+        name, held, is_checkpoint = folder.name, folder, folder.parent.name == CHECKPOINTS
+        if is_checkpoint:
             name, held = f"{CHECKPOINTS}/{folder.name}", _links(folder)
             if self._checkpoint is not None and self._checkpoint[0].cancel():
                 self._lines.append(f"{self._checkpoint[1]} is not uploaded: the next checkpoint came first")
                 _discard(self._checkpoint[2])
-            self._checkpoint = done, name, held
-        self._last = done
-        Thread(target=self._upload, args=(done, before, name, held), name="upload", daemon=True).start()
+        self.last = in_background(lambda: self._upload(name, held), after=self.last)
+        if is_checkpoint:
+            self._checkpoint = self.last, name, held
 
     def messages(self) -> list[str]:
         """Return the lines about uploads since the last call."""
         return [self._lines.popleft() for _ in range(len(self._lines))]
 
-    @property
-    def left(self) -> bool:
-        """True while something is copied, or waits for it."""
-        return self._last is not None and not self._last.done()
-
-    def wait(self) -> None:
-        """Wait until everything is copied, or has failed."""
-        if self._last is not None:
-            wait([self._last])
-
-    def _upload(self, done: Future[None], before: Future[None] | None, name: str, folder: Path) -> None:
-        if before is not None:
-            wait([before])
-        if not done.set_running_or_notify_cancel():
-            return
+    def _upload(self, name: str, folder: Path) -> None:
+        address = join(self.address, name)
         try:
-            self._copy(name, folder)
-            self._lines.append(f"uploaded {shown(join(self.address, name))}")
+            files = sorted(file for file in folder.rglob("*") if file.is_file())
+            for file in sorted(files, key=lambda file: file.name in MARKERS and file.parent == folder):
+                write_object(file, join(address, file.relative_to(folder).as_posix()))
+            if name.startswith(f"{CHECKPOINTS}/"):
+                write_object(f"{Path(name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
+            self._lines.append(f"uploaded {shown(address)}")
         except Exception as error:
             why = str(error) if isinstance(error, UserError) else in_one_line(error)
             self._lines.append(f"{name} is not uploaded, and the run goes on: {why}")
         _discard(folder)
-        done.set_result(None)
 
-    def _copy(self, name: str, folder: Path) -> None:
-        address = join(self.address, name)
-        files = sorted(file for file in folder.rglob("*") if file.is_file())
-        for file in sorted(files, key=lambda file: file.name in MARKERS and file.parent == folder):
-            write_object(file, join(address, file.relative_to(folder).as_posix()))
-        if name.startswith(f"{CHECKPOINTS}/"):
-            write_object(f"{Path(name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
+
+def in_background(work: Callable[[], None], after: Future[None] | None = None) -> Future[None]:
+    """Begins a piece of work in a thread of its own, which does not keep the process from ending, once an earlier one is done;
+    until then it can be cancelled."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        if after is not None:
+            wait([after])
+        if not done.set_running_or_notify_cancel():
+            return
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    Thread(target=run, name="background", daemon=True).start()
+    return done
 
 
 def _links(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from omni.checkpoint.folder import read_config
 from omni.config import ModelConfig
 from omni.errors import UserError
 from omni.lora.attach import add_adapter
@@ -36,7 +37,7 @@ from train.optim.optimizer import Average, build_optimizer, describe, parameter_
 from train.plan.memory import estimate, meta_model, worst_batch
 from train.plan.plan import kind_of, placed
 from train.trainer.build import with_alignment
-from train.trainer.initial_model import apply_lora, build_initial, shape_of, stored_padded, teacher_of
+from train.trainer.initial_model import apply_lora, build_initial, shape_of, teacher_of
 from train.trainer.metrics import StepFlops
 from train.trainer.preflight import check_machine, check_start
 from train.trainer.usage import is_out_of_memory, out_of_memory, step_range
@@ -153,7 +154,8 @@ class Workbench:
 
     def __init__(self, config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> None:
         model, lora, precision = SpeechModel(shape), config.lora, config.fabric.precision
-        teacher = teacher_of(config, model, config.objective.distill_weight > 0 and stored_padded(config.model))
+        stored = read_config(config.model.start) if config.model.start is not None else shape
+        teacher = teacher_of(config, model, stored.encoder.fixed_length)
         if lora is not None:
             if lora.quantize is not None:
                 quantize(model, lora.quantize, lora.quantize_targets, quantized_type(precision))

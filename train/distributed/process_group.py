@@ -125,18 +125,17 @@ class ProcessGroup:
     def run_on_first(self, work: Callable[[], T]) -> T | None:
         """Run `work` in the first process alone and return its result (None in the others). Its UserError is raised in all
         processes, and so is an OSError, as a UserError."""
-        result, failure = None, None
-        if self.first:
+
+        def alone() -> T | None:
             try:
-                result = work()
-            except UserError as error:
-                failure = error
+                return work() if self.first else None
             except OSError as error:
                 file, reason = error.filename or "a file", error.strerror or error
                 failure = UserError(f"{file} cannot be read or written ({reason}); fix that and run the same command again")
                 failure.again = error.errno in PASSING
-        self.raise_if_any_failed(failure)
-        return result
+                raise failure from error
+
+        return self.together(alone)
 
 
 @contextmanager
@@ -148,7 +147,10 @@ def lost_named(group: ProcessGroup) -> Iterator[None]:
     except Exception as error:
         if not is_lost(error):
             raise
-        threading.Thread(target=_end_what_hangs, daemon=True).start()
+        # NCCL may wait for a process that is lost: this one ends all the same.
+        end = threading.Timer(LEAVING, lambda: os._exit(LostError.code) if dist.is_initialized() else None)
+        end.daemon = True
+        end.start()
         waited = last_collective()
         absent = ""
         if "Timed out" in str(error) and "monitoredBarrier" not in str(error):
@@ -172,13 +174,6 @@ def is_lost(error: BaseException | None) -> bool:
 
 def _reason(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:300]
-
-
-def _end_what_hangs() -> None:
-    """End a process whose process group does not: NCCL may wait for a process that is lost."""
-    time.sleep(LEAVING)
-    if dist.is_initialized():
-        os._exit(LostError.code)
 
 
 def last_collective() -> str:
@@ -208,9 +203,7 @@ def launch(fabric: Fabric, plain: Mapping[str, Any] | None = None) -> None:
     """Start the run's other processes, or meet those that a launcher has started; under `fabric run` they have met already.
     Under torchrun the process group is made over a part of its store that is new at each restart (see `fresh`). UserError where
     processes have different configurations (`plain`), the first one's address is unknown, or its port is taken."""
-    os.environ.setdefault(
-        "TORCH_FR_BUFFER_SIZE", "2000"
-    )  # collectives that are kept: NCCL's default, which gloo has to be told
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives kept: NCCL's default, which gloo has to be told
     around = getattr(fabric.strategy, "cluster_environment", None)
     address, port = (str(getattr(around, name, "")) for name in ("main_address", "main_port"))
     with _meeting(fabric.world_size, address, port):

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 
 from omni.errors import UserError
 from omni.model.blocks import Attention, SwiGLU
+from omni.model.decoder import Decoder
 from omni.model.linears import is_quantized
 from omni.utils.private import foreach_mul_, own_parameters
 from train.config.sections import FabricConfig
@@ -72,7 +73,7 @@ def shard(module: nn.Module, config: FabricConfig, device_type: str) -> nn.Modul
     Args:
         device_type: type of the devices.
     """
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dims = ParallelDims.of(config, dist.get_world_size())
     mesh = init_device_mesh(device_type, (dims.replicas, dims.shards, dims.tensor), mesh_dim_names=(REPLICAS, SHARDS, TENSOR))
@@ -83,10 +84,13 @@ def shard(module: nn.Module, config: FabricConfig, device_type: str) -> nn.Modul
     whole: Any = {part.weight for part in coded}
     values = to_meta(module)
     if dims.tensor > 1:
-        for decoder in decoders(module):
+        for decoder in [part for part in module.modules() if isinstance(part, Decoder)]:
             distribute_decoder(decoder, mesh[TENSOR])
     over = mesh[REPLICAS, SHARDS] if dims.replicas > 1 else mesh[SHARDS]
-    options: Any = {"mesh": over, "ignored_params": whole, "mp_policy": _precision(config.precision)}
+    half = torch.bfloat16 if config.precision == "bf16-mixed" else None  # as autocast would: it halves what is sent
+    summed = torch.float32 if config.precision.startswith("bf16") else None
+    precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed, cast_forward_inputs=False)
+    options: Any = {"mesh": over, "ignored_params": whole, "mp_policy": precision}
     for part in module.modules():
         if isinstance(part, nn.ModuleList):
             for block in part:
@@ -97,16 +101,6 @@ def shard(module: nn.Module, config: FabricConfig, device_type: str) -> nn.Modul
         part.unshard()
         part.reshard()
     return module
-
-
-def _precision(precision: str) -> Any:
-    """Types in which parameters are gathered and gradients are added over processes. Under autocast, parameters come in the
-    type of the products, which halves what is sent; inputs are left as they are."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    half = torch.bfloat16 if precision == "bf16-mixed" else None
-    summed = torch.float32 if precision.startswith("bf16") else None
-    return MixedPrecisionPolicy(param_dtype=half, reduce_dtype=summed, cast_forward_inputs=False)
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -149,30 +143,12 @@ def fill(module: nn.Module, values: dict[str, Tensor], device: torch.device) -> 
             assert value is not None, name
             whole.copy_(value)
         dist.broadcast(whole, 0)
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(_slice(whole, tensor))
-
-
-def _slice(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this process holds of a sharded one. The last dimension of the mesh slices first."""
-    if not isinstance(like, DTensor):
-        return whole
-    coordinate = like.device_mesh.get_coordinate()
-    assert coordinate is not None
-    for at, placement in reversed(list(enumerate(like.placements))):
-        if isinstance(dim := getattr(placement, "dim", None), int):
-            each = -(-whole.shape[dim] // like.device_mesh.size(at))
-            start = min(coordinate[at] * each, whole.shape[dim])
-            whole = whole.narrow(dim, start, min(each, whole.shape[dim] - start))
-    return whole
+        if isinstance(tensor, DTensor):  # each process takes its own slice of what it has whole
+            whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(whole)
 
 
 # --- the decoder's matrices -------------------------------------------------------------------------------------------
-
-
-def decoders(module: nn.Module) -> Iterator[Any]:
-    from omni.model.decoder import Decoder
-
-    return (part for part in module.modules() if isinstance(part, Decoder))
 
 
 def distribute_decoder(decoder: Any, mesh: DeviceMesh) -> None:

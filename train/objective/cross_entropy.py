@@ -51,10 +51,6 @@ class VocabularyShards:
     text: tuple[int, int]
     audio: tuple[int, int]
 
-    def largest(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        return values
-
     def sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self.group)
         return values
@@ -289,7 +285,8 @@ def _softmax_sharded(
     dtype, logits = logits.dtype, logits.float()
     here = (goal >= 0) & (goal < logits.shape[1])
     padded = torch.cat([logits, logits.new_full((len(logits), 1), -torch.inf)], 1)  # some processes have no column of a stream
-    logits = padded - shards.largest(padded.amax(1, keepdim=True))
+    dist.all_reduce(largest := padded.amax(1, keepdim=True), dist.ReduceOp.MAX, group=shards.group)
+    logits = padded - largest
     at = torch.where(here, goal, logits.shape[1] - 1)
     right = torch.where(here, logits.gather(1, at), 0)
     norm, right = shards.sum(torch.cat([logits.exp_().sum(1, keepdim=True), right], 1)).split(1, 1)

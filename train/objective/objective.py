@@ -11,7 +11,7 @@ positions with a target, S segments.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -155,10 +155,6 @@ class Objective(nn.Module):
         """True where only what hears is run at this point of the budget."""
         return progress < self.align_first or self.align_first == 1
 
-    def encoder_parameters(self) -> list[nn.Parameter]:
-        """Parameters below the features: those of encoder and projector."""
-        return [*self.model.encoder.parameters(), *self.model.projector.parameters()]
-
     def forward(
         self, batch: Batch, denominators: Tensor, progress: float = 1.0, task_losses: PlainLosses | None = None
     ) -> Losses:
@@ -176,24 +172,25 @@ class Objective(nn.Module):
         scheduled = first if final is None else first + (final - first) * min(max(progress, 0.0), 1.0)
         weighted = scheduled * ctc / denominators[-2].clamp_min(1).to(ctc)
         aligned = ctc.new_full((), sum(map(len, batch.transcripts)), dtype=torch.float32)
-        others: dict[str, Tensor] = {}
+        heard = {"ctc_sum": ctc.detach(), "ctc_count": aligned}
         if turn is not None:
             weighted = weighted + self.config.turn_weight * turn / denominators[-1].clamp_min(1).to(turn)
-            others = {"turn_sum": turn.detach(), "turn_count": torch.full_like(aligned, batch.turn_labels)}
+            heard |= {"turn_sum": turn.detach(), "turn_count": torch.full_like(aligned, batch.turn_labels)}
         if distill is not None:
             weighted = weighted + self.config.distill_weight * distill / denominators[-HEADS].clamp_min(1).to(distill)
-            others |= {"distill_sum": distill.detach(), "distill_count": torch.full_like(aligned, sum(batch.frames))}
+            heard |= {"distill_sum": distill.detach(), "distill_count": torch.full_like(aligned, sum(batch.frames))}
         if not task_losses.aligned:  # a pass for some tasks alone
-            weighted, ctc, aligned = 0 * weighted, 0 * ctc, 0 * aligned
-            others = {name: 0 * value for name, value in others.items()}
+            weighted, heard = 0 * weighted, {name: 0 * value for name, value in heard.items()}
         if self.encoder_alone(progress) or task_losses.alignment_only:
             # Under DDP all parameters must take part in the backward pass, here times 0; sharded ones (FSDP2) may be left out.
             idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
             idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
             unused_sum = sum(p.flatten()[:1].float().sum() for p in idle)
-            none = ctc.new_zeros(len(TASKS), len(model.layout))
-            total = weighted + 0 * (features.sum() + unused_sum)
-            return Losses(total, none, none, ctc.detach(), aligned, task_losses.silent(weighted), **others)
+            total, none = weighted + 0 * (features.sum() + unused_sum), ctc.new_zeros(len(TASKS), len(model.layout))
+            by_task = None
+            if isinstance(task_losses, TaskLosses):
+                by_task = torch.cat([weighted.new_zeros(len(task_losses)), weighted.detach()[None]])
+            return Losses(total, none, none, by_task=by_task, **heard)
         features = task_losses.at_features(batch, features)
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text = hidden.text.flatten(0, 1)
@@ -211,8 +208,7 @@ class Objective(nn.Module):
         ids = [batch.targets[:, k].reshape(-1)[at] for k, at in enumerate(index)]
         chunk = self.config.chunk_on(text.is_cuda)
         goals = HeadTargets(decoder.audio_offsets, index, ids, scale, chunk, ratio, self.compiled and text.is_cuda, shards)
-        summed = task_losses.sum(batch, heads, goals, weighted)
-        return Losses(ctc_sum=ctc.detach(), ctc_count=aligned, **summed._asdict(), **others)
+        return task_losses.sum(batch, heads, goals, weighted, heard)
 
     def _encode(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
         """Features of the batch's clips, and the summed losses on the encoder: of alignment (0 without its head), of the turn
@@ -300,11 +296,6 @@ def cells_by_task(names: Sequence[str], tasks: Sequence[str], streams: int) -> T
     return torch.tensor(indices)[:, None].repeat(1, streams)
 
 
-def cells_by_stream(tasks: int, streams: int) -> Tensor:
-    """Index of the balanced task as `cells_by_task`, where every stream is a task of its own, [T, K]."""
-    return torch.arange(streams).repeat(tasks, 1)
-
-
 def mean_factors(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
     """Factors that turn a task's part of the streams' means into the sum of its own means by stream, [T, K]; of `cell` (see
     `cells_by_task`) and the step's targets by task and stream, [T, K]."""
@@ -312,16 +303,6 @@ def mean_factors(cell: Tensor, counts: Tensor, tasks: int) -> Tensor:
     factor = counts.sum(0).clamp_min(1) / own.clamp_min(1)
     factor[-1] = 1
     return factor.gather(0, cell).float()
-
-
-class Summed(NamedTuple):
-    """Losses of a pass, as `Losses` has them."""
-
-    total: Tensor
-    sums: Tensor
-    counts: Tensor
-    by_task: Tensor | None
-    by_example: Tensor | None = None
 
 
 class PlainLosses:
@@ -351,20 +332,20 @@ class PlainLosses:
         """
         return index, None
 
-    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
+    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor, heard: Mapping[str, Tensor]) -> Losses:
         """Sum the losses of a batch.
 
         Args:
             targets: those of `split`.
-            alignment: the weighted alignment loss.
+            alignment: the weighted losses on the encoder; `heard`: their sums and counts, by their names in `Losses`.
         """
         total, each = linear_cross_entropy(heads, targets)
-        examples = sums_by_example(batch, targets.index, each) if self.by_example else None
-        return Summed(total + alignment, *sums_by_task(batch, targets.index, each), None, examples)
-
-    def silent(self, alignment: Tensor) -> Tensor | None:
-        """`by_task` of a pass of the losses of heads on the encoder only."""
-        return None
+        examples = None
+        if self.by_example:  # segments of the batch, see `Batch.names`
+            bounds, values = batch.packed.ends.long(), (each.detach(), torch.ones_like(each))
+            segment = torch.searchsorted(bounds, torch.cat(list(targets.index)), right=True) - 1
+            examples = torch.stack([each.new_zeros(len(bounds) - 1).index_add_(0, segment, value) for value in values])
+        return Losses(total + alignment, *sums_by_task(batch, targets.index, each), by_example=examples, **heard)
 
 
 class TaskLosses(PlainLosses):
@@ -412,13 +393,10 @@ class TaskLosses(PlainLosses):
             return index, None
         return index, [table[task[at], k] for k, at in enumerate(index)]
 
-    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
-        summed = super().sum(batch, heads, targets, alignment)
+    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor, heard: Mapping[str, Tensor]) -> Losses:
+        summed = super().sum(batch, heads, targets, alignment, heard)
         by_task = self.losses(summed.sums, targets.scale)
         return summed._replace(by_task=torch.cat([by_task[:-1], by_task[-1:] + alignment.detach()]))
-
-    def silent(self, alignment: Tensor) -> Tensor | None:
-        return torch.cat([alignment.new_zeros(len(self)), alignment.detach()[None]])
 
     def losses(self, sums: Tensor, scale: Tensor) -> Tensor:
         """Losses of the tasks before their weights, and last that of the rest, [M + 1]; of sums [T, K] and the objective's
@@ -434,13 +412,13 @@ class GraphLosses(TaskLosses):
         task, table = batch.task.reshape(-1), self.ratio.to(batch.task.device, non_blocking=True)
         return index, [table[task[at], k] for k, at in enumerate(index)]
 
-    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor) -> Summed:
+    def sum(self, batch: Batch, heads: Heads, targets: HeadTargets, alignment: Tensor, heard: Mapping[str, Tensor]) -> Losses:
         task, cell = batch.task.reshape(-1), self.cell.to(batch.task.device, non_blocking=True)
         cells = [cell[task[at], k] for k, at in enumerate(targets.index)]
         by_task, each = task_cross_entropy(heads, targets, cells, len(self) + 1)
         by_task = torch.cat([by_task[:-1], by_task[-1:] + alignment])
         total = (by_task * to_device(self.weights, by_task.device)).sum()
-        return Summed(total, *sums_by_task(batch, targets.index, each), by_task)
+        return Losses(total, *sums_by_task(batch, targets.index, each), by_task=by_task, **heard)
 
 
 def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[Tensor, Tensor]:
@@ -451,14 +429,6 @@ def sums_by_task(batch: Batch, index: Sequence[Tensor], each: Tensor) -> tuple[T
     losses = torch.where(here, each.detach(), 0)
     sums = torch.stack([own.sum(1) for own in losses.split(sizes, 1)], 1)
     return sums, torch.stack([own.sum(1) for own in here.split(sizes, 1)], 1).to(each.dtype)
-
-
-def sums_by_example(batch: Batch, index: Sequence[Tensor], each: Tensor) -> Tensor:
-    """Sum the losses of all targets, and count them, by segment of the batch (see `Batch.names`), [2, S]."""
-    bounds = batch.packed.ends.long()
-    segment = torch.searchsorted(bounds, torch.cat(list(index)), right=True) - 1
-    values = each.detach(), torch.ones_like(each)
-    return torch.stack([each.new_zeros(len(bounds) - 1).index_add_(0, segment, value) for value in values])
 
 
 def feature_tasks(batch: Batch, features: int) -> Tensor:

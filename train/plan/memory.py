@@ -231,17 +231,13 @@ class Activations:
         products = p * (both + 2 * c.width + 2 * c.mlp_width + sum(len(pair.b) for pair in pairs)) + 4 * c.heads + low
         return norms + p * c.width * inputs + attended + inner + low, self.r * c.width + products
 
-    def encoder_block(self) -> tuple[float, float]:
-        """The same of a block of the encoder, by frame; its MLP is four times as wide."""
-        p, r, w = self.p, self.r, self.shape.encoder.width
-        return w * (2 * r + p * (16 if self.mixed else 14)), w * (r + 10 * p)
-
     def stacks(self) -> list[tuple[float, float]]:
         """Bytes that the blocks of decoder and encoder keep, and those of one of them that is computed again."""
         c, e, sizes = self.shape.decoder, self.shape.encoder, []
         coded = self.out * (2 * c.width + c.heads * c.head_size + c.mlp_width) * (self.quantize == "int8")  # never dropped
         decoder = c.layers + c.post_layers, self.columns * self.flows, c.width, self.block(), coded
-        encoder = e.layers, self.frames * self.hears, e.width, self.encoder_block(), 0
+        heard = e.width * (2 * self.r + self.p * (16 if self.mixed else 14)), e.width * (self.r + 10 * self.p)
+        encoder = e.layers, self.frames * self.hears, e.width, heard, 0  # its MLP is four times as wide
         for layers, size, width, (whole, selective), always in (decoder, encoder):
             kept = {False: whole, "selective": selective, True: self.r * width}[self.again]
             sizes.append((float(layers * size * (kept + always)), (whole - kept) * size))

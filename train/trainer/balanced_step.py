@@ -30,10 +30,9 @@ from train.balance.balancer import BalanceReport, FeatureHook, build
 from train.balance.config import BalanceConfig
 from train.distributed.fabric import accumulating, reshard
 from train.distributed.process_group import ProcessGroup
-from train.objective.objective import GraphLosses, Losses, TaskLosses, cells_by_stream, cells_by_task, mean_factors
+from train.objective.objective import GraphLosses, Losses, TaskLosses, cells_by_task, mean_factors
 from train.objective.objective import cells as cells_of
 from train.trainer.logs import BALANCE
-from train.trainer.metrics import BalanceTally
 from train.trainer.parts import Batch, Parts
 
 if TYPE_CHECKING:
@@ -64,6 +63,9 @@ class Balancing:
         learning: trainable parameters, by name.
         micro_batches: of this process in a step.
         seed: of the method's random draws.
+
+    Attributes:
+        tally: by figure: its sum since the last row of the log, and the number of steps that had it.
     """
 
     def __init__(
@@ -78,14 +80,16 @@ class Balancing:
         seed: int = 0,
     ) -> None:
         self.parts, self.fabric, self.module, self.group = parts, fabric, module, group
-        by_stream, shape = section.tasks == "streams", (len(parts.tasks), len(parts.streams))
+        by_stream = section.tasks == "streams"
         self.balancer: Any = build(section, list(parts.streams if by_stream else parts.balanced or ()), seed)
-        self.cell = cells_by_stream(*shape) if by_stream else cells_by_task(self.names, parts.tasks, shape[1])
+        tasks, streams = len(parts.tasks), len(parts.streams)
+        each = torch.arange(streams).repeat(tasks, 1)  # every stream is a task of its own
+        self.cell = each if by_stream else cells_by_task(self.names, parts.tasks, streams)
         chosen = section.separate != BalanceConfig.separate
         apart = match_names(section.separate, [name for name, _ in learning], "balance.separate", strict=chosen)
         self.shared = [p for name, p in learning if name not in apart]
         self.own = [p for name, p in learning if name in apart]
-        self.tally, self.steps = BalanceTally(), 0
+        self.tally, self.steps = dict[str, list[float]](), 0
         self.warned: set[str] = set()
         self.now: _StepState | None = None
         self._check(micro_batches)
@@ -102,7 +106,8 @@ class Balancing:
     def _check(self, micro_batches: int) -> None:
         method, at, spec = self.section.method, self.section.at, self.section.spec
         objective: Any = self.parts.objective
-        if at == "features" and not any(p.requires_grad for p in objective.encoder_parameters()):
+        below = objective.model.encoder, objective.model.projector
+        if at == "features" and not any(p.requires_grad for part in below for p in part.parameters()):
             raise UserError(
                 f"balance.level is features, but nothing below the features is trainable, so that {method} would change "
                 "nothing; make encoder or projector trainable, or choose level parameters or loss"
@@ -136,7 +141,9 @@ class Balancing:
         levels = {"loss": self._by_losses, "features": self._by_features, "parameters": self._by_parameters}
         report = (self._bilevel if section.spec.bilevel else levels[section.at])(now)
         self.steps += 1
-        self.tally.add(report.figures(self.names))
+        for name, value in report.figures(self.names).items():
+            total, count = self.tally.get(name, (0.0, 0.0))
+            self.tally[name] = [total + value, count + 1]
         zero = [name for name, flag in zip(self.names, report.zero.tolist(), strict=True) if flag and name not in self.warned]
         self.warned.update(zero)
         if zero and self.group.rank == 0:
@@ -160,6 +167,11 @@ class Balancing:
             losses = self._losses_without_graph(now)
             reshard(self.module)
             self.balancer.after(losses, self.group.sum)
+
+    def figures(self) -> dict[str, float]:
+        """Mean weights, norms and cosines since the last call, and how often each task was absent or its gradient zero."""
+        tally, self.tally = self.tally, {}
+        return {name: total if name.startswith(("absent/", "zero/")) else total / n for name, (total, n) in tally.items()}
 
     def counts(self, cells: Tensor) -> Tensor:
         """Number of targets of each balanced task, and of the rest, [M + 1]."""

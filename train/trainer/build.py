@@ -225,7 +225,7 @@ def build_loop(
     health = StepHealth(checkpointer, meter, optimizer, fabric.device.type == "cpu", scaled, position.step + 1, say)
     counts = DataCounts(folder, group, checkpointer.own_shards, say, config.data.broken_limit)
     text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    writer = LogWriter(logs, group, checkpointer, balance.tally if balance is not None else None, say, text, draw)
+    writer = LogWriter(logs, group, checkpointer, balance.figures if balance is not None else dict, say, text, draw)
     if not group.broadcast((folder / retention.CONFIG).exists()):
         writer.on_steps_end()
     observers = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,6 @@ class Initial:
     extra: Mapping[str, Any] = field(default_factory=dict)
     padded: bool = False
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.model.config
-
 
 def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Initial:
     """Build or read the model; UserError for an unknown preset or key, no fitting tokenizer, or a configuration that does
@@ -74,10 +71,8 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
     config, tokenizer = shape_of(section), Tokenizer.from_file(section.tokenizer) if section.tokenizer else None
     if section.start is None:
         check_tokenizer(section, config)
-        model, codec = (
-            SpeechModel(config) if weights else SpeechModel.unfilled(config),
-            load_if_given(config.codec, codec_folder),
-        )
+        model = SpeechModel(config) if weights else SpeechModel.unfilled(config)
+        codec = load_if_given(config.codec, codec_folder)
         return Initial(model, tokenizer or Tokenizer.bytes(), codec, codec_folder)
     loaded = load_folder(section.start, codec_folder=codec_folder, weights=weights)
     own = local_path(section.start) / CODEC
@@ -90,22 +85,13 @@ def build_initial(section: ModelSection, seed: int, weights: bool = True) -> Ini
 
 
 def shape_of(section: ModelSection) -> ModelConfig:
-    """The configuration of the model that a run trains, without its weights (see `build_initial`)."""
+    """The configuration of the model that a run trains, without its weights (see `build_initial`). Of a start from a folder
+    it is the folder's, or the preset's with the folder's heads on the encoder, with what the section gives; UserError where
+    the folder's weights were not made for it."""
     if section.start is None:
         return changed(preset(str(section.preset)), section)
     check_full_precision(section.start, "training")
-    return continued(read_config(section.start), section)
-
-
-def stored_padded(section: ModelSection) -> bool:
-    """True where the encoder of the folder that a run starts from hears each clip in its whole window."""
-    return section.start is not None and read_config(section.start).encoder.fixed_length
-
-
-def continued(stored: ModelConfig, section: ModelSection) -> ModelConfig:
-    """The configuration of a run that starts from a folder of `stored`: the folder's, or the preset's with the folder's
-    heads on the encoder, with what the section gives; UserError where the folder's weights were not made for it."""
-    base = stored
+    base = stored = read_config(section.start)
     if section.preset is not None:
         base = replace(preset(section.preset), ctc=stored.ctc, ctc_sounds=stored.ctc_sounds)
     if section.turn is None:
@@ -192,9 +178,8 @@ def apply_lora(
     targets = list(adapter.pairs) if adapter is not None else list(section.targets)
     where = f"lora.init_from {section.init_from}" if adapter is not None else "lora.targets"
     chosen = match_names(targets, list(linears), where, noun="linear")
-    base = _checked(model, section, adapter, chosen) if group is None else 0
-    if group is not None:
-        base = group.broadcast(group.together(lambda: _checked(model, section, adapter, chosen)))
+    check = partial(_checked, model, section, adapter, chosen)
+    base = check() if group is None else group.broadcast(group.together(check))
     if section.quantize is not None:
         share = group.broadcast if group is not None and group.world > 1 else None
         names = quantize(model, section.quantize, section.quantize_targets, dtype, share)
@@ -250,7 +235,6 @@ def teacher_of(config: FitConfig, model: SpeechModel, padded: bool) -> Teacher |
 
 def teacher_checksum(encoder: Encoder, group: ProcessGroup) -> int:
     """CRC-32 of an encoder's weights, of which all processes but the first may lack the values."""
-
     value = 0
     for name, tensor in encoder.state_dict().items() if group.first else ():
         value = crc_of(tensor, zlib.crc32(name.encode(), value))

@@ -27,7 +27,6 @@ from train.data.batching.batch import Batch
 from train.data.batching.packer import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses, PlainLosses
-from train.trainer.metrics import BalanceTally
 from train.trainer.parts import Figures, Observer, Outcome
 
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
@@ -45,7 +44,7 @@ class CsvTable:
     """
 
     def __init__(self, path: Path, upto: int, kinds: Sequence[str] = ()) -> None:
-        self.path, self.kinds = path, list(kinds)
+        self.path, self.kinds = path, kinds
         self.columns: list[str] = ["step"]
         rows = read_table(path)
         if rows:
@@ -57,15 +56,12 @@ class CsvTable:
         row = {"step": float(step), **figures}
         if not self.path.exists() or not set(row) <= set(self.columns):
             self.columns += [name for name in row if name not in self.columns]
-            self.columns.sort(key=self._place)
+            order = {prefix: i for i, prefix in enumerate(self.kinds)}
+            self.columns.sort(key=lambda column: order.get(column.partition("/")[0], -1))
             self._rewrite([*read_table(self.path), row])
             return
         with open(self.path, "ab", buffering=0) as file:
             file.write(self._line(row).encode())  # one call, so that a row is whole or missing
-
-    def _place(self, column: str) -> int:
-        prefix = column.partition("/")[0]
-        return self.kinds.index(prefix) if prefix in self.kinds else -1
 
     def _line(self, row: Mapping[str, float]) -> str:
         cells = ["" if name not in row or row[name] != row[name] else f"{row[name]:.9g}" for name in self.columns]
@@ -148,14 +144,14 @@ class LogWriter(Observer):
     Attributes:
         logs: None in all processes but the first.
         config: as YAML; None once it is written.
-        tally: of the balance of the tasks, where there is one.
+        balance: figures of the balance of the tasks since the last row, where there is one.
         draw: refreshes the pictures in the run folder; names and files.
     """
 
     logs: Logs | None
     group: ProcessGroup
     checkpointer: Checkpointer
-    tally: BalanceTally | None
+    balance: Callable[[], Mapping[str, float]]
     say: Callable[[str], None]
     config: str | None = None
     draw: Callable[[], dict[str, Path]] | None = None
@@ -169,7 +165,7 @@ class LogWriter(Observer):
             self.group.run_on_first(lambda: write_whole(file, text))
 
     def on_log(self, step: int, figures: Figures) -> None:
-        balance = self.tally.figures() if self.tally is not None else {}
+        balance = self.balance()
         if self.logs is not None:
             self.logs.write(METRICS, step, figures)
             if balance:
@@ -228,8 +224,14 @@ class DataCounts(Observer):
         each = self.group.gather([sum(shard.get(counter, 0) for shard in own) for counter in counters])
         totals = [sum(of) for of in zip(*each, strict=True)]
         if sum(totals) != self.number:
-            self.number = sum(totals)
-            self._report([shard.get("counts", {}) for shard in own])
+            self.number, known = sum(totals), self.counts.unused
+            every = self.group.gather([shard.get("counts", {}) for shard in own])
+            self.counts = Counts.joined(counts for of in every for counts in of)
+            for key, line in self.counts.lines().items():
+                if key not in known:
+                    self.say(f"{line}; see {self.folder / UNUSED}")
+            if self.counts.unused:
+                self.group.run_on_first(lambda: write_whole(self.folder / UNUSED, self.counts.table()))
         figures |= {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
 
     def trained(self) -> dict[str, Trained]:
@@ -241,14 +243,6 @@ class DataCounts(Observer):
 
     def _own(self) -> list[Mapping[str, Any]]:
         return list(self.shards().values()) if self.group.counts else []
-
-    def _report(self, own: list[Mapping[str, Any]]) -> None:
-        known, self.counts = self.counts.unused, Counts.joined(counts for of in self.group.gather(own) for counts in of)
-        for key, line in self.counts.lines().items():
-            if key not in known:
-                self.say(f"{line}; see {self.folder / UNUSED}")
-        if self.counts.unused:
-            self.group.run_on_first(lambda: write_whole(self.folder / UNUSED, self.counts.table()))
 
 
 def run_id(folder: Path) -> str:

@@ -17,8 +17,7 @@ from train.config.run import FitConfig
 from train.console.progress import TrainProgress
 from train.data.batching.packer import update_states
 from train.distributed.process_group import ProcessGroup, is_lost
-from train.optim.optimizer import Optimizers, set_learning_rate
-from train.optim.schedule import learning_rate
+from train.optim.optimizer import Optimizers, learning_rate, set_learning_rate
 from train.trainer.logs import DataCounts
 from train.trainer.metrics import StepHealth
 from train.trainer.parts import Figures, Observer, Outcome

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,14 +18,12 @@ from omni.model.linears import numels
 from omni.model.speech_model import SpeechModel
 from train.checkpoint.checkpointer import Checkpointer
 from train.console.progress import counted
+from train.data.batching.batch import Batch
 from train.distributed.process_group import ProcessGroup
+from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses
 from train.optim.optimizer import Optimizers
 from train.trainer.parts import Figures, Observer
-
-if TYPE_CHECKING:
-    from train.data.batching.batch import Batch
-    from train.objective.config import ObjectiveConfig
 
 GIVE_UP = 10
 """Consecutive steps that may be left out because their gradients are not finite."""
@@ -63,8 +60,8 @@ class StepMetrics(Observer):
         peak: FLOP/s that all devices can do, for `mfu`; None where it is not known.
         values: of `loss_sums`, since the last row.
         work: time steps, FLOPs and seconds of training, since the last row.
-        shown: values and work at the last `look`.
-        measured: seconds of training of the last `figures`.
+        shown: values and work when figures were last shown.
+        measured: seconds of training of the last row.
         since: when the training went on last; None where it rests (between steps, for validation and saving).
         norm: of the last step's gradients.
         skipped_in_a_row, skipped: steps left out one after another up to the last, and since the start of this process.
@@ -134,25 +131,19 @@ class StepMetrics(Observer):
             self.values += total.to(self.values)
         self.shown = total, torch.zeros_like(self.work)
 
-    def figures(self) -> dict[str, float]:
-        """Mean losses and speed since the last call; all processes must call it. Streams and tasks without a target are
-        left out."""
-        values = self.group.sum(self.values)  # waits for the device, so it comes before the clock is read
+    def figures(self, shown: bool = False) -> dict[str, float]:
+        """Mean losses and speed since the last row of the log; all processes must call it. Streams and tasks without a target
+        are left out. With `shown`, for the screen alone, they count from the last call, and nothing is taken from the next
+        row."""
+        values, before = self.group.sum(self.values), self.shown  # waits for the device, so it comes before the clock is read
         self._count_time()
-        work, self.work = self.work, torch.zeros_like(self.work)
-        self.values.zero_()
-        self.shown, self.measured = (torch.zeros_like(values), self.work), float(work[2])
-        return self._figures(values, work)
-
-    def look(self) -> dict[str, float]:
-        """The figures since the last look, `figures` or `restore`, for the screen alone: nothing is taken from the next
-        `figures`. All processes must call it."""
-        values = self.group.sum(self.values)
-        self._count_time()
-        (before, done), self.shown = self.shown, (values, self.work)
-        return self._figures(values - before, self.work - done)
-
-    def _figures(self, values: Tensor, work: Tensor) -> dict[str, float]:
+        work, self.shown = self.work, (values, self.work)
+        if shown:
+            values, work = values - before[0], work - before[1]
+        else:
+            self.values.zero_()
+            self.work, self.measured = torch.zeros_like(work), float(work[2])
+            self.shown = torch.zeros_like(values), self.work
         steps = max(1.0, round(float(values[1]), 3))
         out = {"loss": float(values[0]) / steps, **mean_losses(values, self.tasks, self.streams)}
         if values[4] > 0:
@@ -222,30 +213,6 @@ class StepHealth(Observer):
         steps = self.checkpointer.position.step - self.first_step + 1
         if steps and not self.scaled and int(self.meter.skipped_in_a_row) >= steps:
             self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
-
-
-class BalanceTally:
-    """Averages weights, norms and cosines since the last row, and counts how often each task was absent or its gradient zero.
-
-    Attributes:
-        values: by figure: sum, and number of steps that had it; plain data, for a checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, list[float]] = {}
-
-    def add(self, figures: Mapping[str, float]) -> None:
-        """Adds a step's `BalanceReport.figures`."""
-        for name, value in figures.items():
-            total = self.values.setdefault(name, [0.0, 0.0])
-            total[0] += value
-            total[1] += 1
-
-    def figures(self) -> dict[str, float]:
-        """The row of the log; the sums start again from zero."""
-        row = {name: total if name.startswith(("absent/", "zero/")) else total / n for name, (total, n) in self.values.items()}
-        self.values = {}
-        return row
 
 
 class StepFlops:

@@ -120,7 +120,7 @@ class StepLines(Observer):
         seconds, first = self.checkpointer.position.seconds, step < self.first_step + FIRST_STEPS
         if self.config.log.progress != "off" and (first or seconds - self.shown >= LINE_SECONDS):  # in all processes alike
             with self.idle():
-                self._show(step, {**self.meter.look(), "lr": base_rate(self.optimizer)})
+                self._show(step, {**self.meter.figures(shown=True), "lr": base_rate(self.optimizer)})
         else:
             self.progress.show(step, self.checkpointer.used, seconds)
 

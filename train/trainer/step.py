@@ -35,7 +35,7 @@ from train.objective.objective import HEADS, cells
 from train.optim.optimizer import Optimizers
 from train.trainer.balanced_step import Balancing
 from train.trainer.logs import HighestLosses
-from train.trainer.metrics import StepMetrics
+from train.trainer.metrics import StepMetrics, base_rate
 from train.trainer.parts import Observer, Parts
 from train.trainer.signals import SIGNALS, Stop
 
@@ -160,8 +160,7 @@ class PlainStep:
         if balance is None:
             self.gradients(step, denominators, progress)
         else:
-            lr = max(group["lr"] for group in self.optimizer.param_groups)
-            balance.take(step, denominators, progress, lr, self.meter.add)
+            balance.take(step, denominators, progress, base_rate(self.optimizer), self.meter.add)
         self.group.phase = "optimizer step"
         for p in self.idle(progress):
             p.grad = None

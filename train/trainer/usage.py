@@ -51,7 +51,6 @@ class Usage(Observer):
 
     def __post_init__(self) -> None:
         self.cuda = self.device.type == "cuda"
-        self._parts: tuple[int, dict[str, int]] = -1, {}
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -83,20 +82,15 @@ class Usage(Observer):
     def parts(self) -> dict[str, int]:
         """Bytes of weights, their gradients, the optimizer's state and the running average; of sharded ones this process's.
 
-        Gradients count for the parameters that have had some, whenever it is asked. Found again only when there are more of
-        these.
+        Gradients count for the parameters that have had some, whenever it is asked.
         """
         state = self.optimizer.state
-        if self._parts[0] != len(state):
-            values = [value for of in state.values() for value in of.values() if isinstance(value, Tensor)]
-            sizes = {
-                "weights": bytes_of([*self.objective.parameters(), *self.objective.buffers()]),
-                "gradients": bytes_of(state),
-                "optimizer": bytes_of(values),
-                "average": bytes_of(self.average.values.values() if self.average is not None else ()),
-            }
-            self._parts = len(state), sizes
-        return self._parts[1]
+        return {
+            "weights": bytes_of([*self.objective.parameters(), *self.objective.buffers()]),
+            "gradients": bytes_of(state),
+            "optimizer": bytes_of(value for of in state.values() for value in of.values() if isinstance(value, Tensor)),
+            "average": bytes_of(self.average.values.values() if self.average is not None else ()),
+        }
 
     def peak(self) -> int:
         """Most bytes that a CUDA device has held since the last row, or those that the process holds now."""
@@ -183,14 +177,10 @@ NONE = range(0)
 
 def step_range(text: str, budget: BudgetConfig) -> range:
     """The steps of a run that `FIRST:LAST` names; UserError for anything else, or where they lie beyond the budget."""
-    named = re.fullmatch(r"([0-9]+):([0-9]+)", text) if isinstance(text, str) else None
-    way = "give the first and the last step, such as 10:15"
-    if named is None:
-        raise UserError(f"profile is {text!r}; {way}")
-    first, last = int(named[1]), int(named[2])
+    named = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, last = (int(named[1]), int(named[2])) if named is not None else (0, 0)
     if not 1 <= first <= last:
-        why = "steps are counted from 1" if first < 1 else "the first comes after the last"
-        raise UserError(f"profile is {text}, but {why}; {way}")
+        raise UserError(f"profile is {text!r}; give the first and the last step, counted from 1, such as 10:15")
     if budget.steps is not None and last > budget.steps:
         raise UserError(f"profile is {text}, but budget.steps is {budget.steps}; name steps of the run")
     return range(first, last + 1)
@@ -232,7 +222,7 @@ class StepProfiler(Observer):
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         if self.profile is not None:
-            self._unlabel()
+            self.label.__exit__(None, None, None)
             self.taken.append(step)
             if step == self.steps[-1]:
                 self.on_steps_end()
@@ -254,15 +244,9 @@ class StepProfiler(Observer):
         """Stops the profile, where one has started."""
         profile, self.profile = self.profile, None
         if profile is not None:
-            self._unlabel()
             synchronize(self.device)
             self.seconds = time.perf_counter() - self.since
             profile.stop()
-
-    def _unlabel(self) -> None:
-        label, self.label = self.label, None
-        if label is not None:
-            label.__exit__(None, None, None)
 
     def _write(self, profile: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

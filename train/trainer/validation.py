@@ -43,8 +43,7 @@ from train.distributed.fabric import reshard, with_whole_state
 from train.distributed.process_group import ProcessGroup
 from train.eval.held_out import Item, evaluate, spoken, write_answers
 from train.objective.objective import HEADS, Losses
-from train.optim.optimizer import Average
-from train.optim.schedule import due
+from train.optim.optimizer import Average, due
 from train.trainer.metrics import FIXED, LAST, loss_sums, mean_losses
 from train.trainer.parts import Figures, Observer, Parts
 from train.trainer.plots import SPECTROGRAMS, spectrograms
@@ -338,7 +337,8 @@ class RunValidation:
         except BrokenOff:
             return None
         group.phase = "validation answers"
-        values, figures = self.average.values if self.average else None, Figures()
+        values = self.average.values if self.average else None
+        figures: Figures | None = {}
 
         def answers(weights: Mapping[str, Tensor]) -> Figures | None:
             with suppress(BrokenOff):

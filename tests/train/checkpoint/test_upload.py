@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def test_markers_are_written_last(bucket: Any, tmp_path: Path, written: list[str
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (model / name).write_text(name)
     uploads.add(model)
-    uploads.wait()
+    wait([uploads.last])
     assert [address.removeprefix(bucket.address("runs/a") + "/") for address in written] == [
         "checkpoints/step-00000003/tensors/state.safetensors",
         "checkpoints/step-00000003/state.json",
@@ -89,7 +90,7 @@ def test_markers_are_written_last(bucket: Any, tmp_path: Path, written: list[str
     ]
     told = uploads.messages()
     assert told == [f"uploaded {bucket.address('runs/a')}/{name}" for name in ("checkpoints/step-00000003", "model")]
-    assert not uploads.messages() and not uploads.left
+    assert not uploads.messages()
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_is_copied_and_one_that_waits_left_out(
@@ -106,11 +107,11 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_copied_and_one_that_waits_lef
     for step in (1, 2, 3):
         place = checkpoint(tmp_path, step)
         uploads.add(place)
-        while step == 1 and not (uploads._last and uploads._last.running()):
+        while step == 1 and not (uploads.last and uploads.last.running()):
             pass
         retention.discard(place)
     go_on.set()
-    uploads.wait()
+    wait([uploads.last])
     lines = uploads.messages()
     assert lines[0] == "checkpoints/step-00000002 is not uploaded: the next checkpoint came first"
     assert [line.rpartition("/")[2] for line in lines[1:]] == ["step-00000001", "step-00000003"]

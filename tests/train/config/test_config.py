@@ -222,7 +222,7 @@ def test_init_from_gives_the_weights_of_the_folder(folder: str, with_preset: boo
     stored = build_initial(ModelSection(init_from=folder), 0).model.state_dict()
     section = small(init_from=folder) if with_preset else ModelSection(init_from=folder)
     initial = build_initial(dataclasses.replace(section, ctc=12), 0)
-    assert initial.config.ctc == 12
+    assert initial.model.config.ctc == 12
     state = initial.model.state_dict()
     assert all(state[name].equal(t) for name, t in stored.items())
     assert {name for name in state if name not in stored} == {"alignment_head.weight", "alignment_head.bias"}

@@ -67,13 +67,13 @@ def test_the_end_of_every_answer_is_trained_and_padding_is_not(mistral: Path, tm
     assert theirs.pad_token_id == theirs.eos_token_id == 2
     assert main([str(mistral), str(tmp_path / "omni"), "--keep_text", "--quiet"]) == 0
     initial = build_initial(ModelSection(init_from=str(tmp_path / "omni")), seed=0)
-    layout, tokenizer = initial.config.layout, initial.tokenizer
+    layout, tokenizer = initial.model.config.layout, initial.tokenizer
     end, pad = layout.text.special("end"), layout.text.special("pad")
     assert len({end, pad, 2}) == 3 and tokenizer.inner.token_to_id(END) == 2
     pipeline = Pipeline(
         Mixture([Said()], [1.0], seed=0),
         [TaskMixture({"T1T2": 1.0})],
-        ExampleMaker(initial.config, tokenizer, initial.codec),
+        ExampleMaker(initial.model.config, tokenizer, initial.codec),
         PackingConfig(rows=2, length=96, buffer=4),
         seed=0,
     )

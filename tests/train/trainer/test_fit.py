@@ -46,7 +46,7 @@ from train.config.sections import (
 )
 from train.data.sources.mixture import UsedUp
 from train.objective.objective import Losses
-from train.optim.schedule import learning_rate
+from train.optim.optimizer import learning_rate
 from train.trainer.logs import METRICS, VALIDATION, CsvTable, Logs, read_table, run_id
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.train.toys import toy_config, toy_fit, toy_parts
 from train.config.sections import BudgetConfig, CheckpointConfig, ScheduleConfig, ValidationConfig
 from train.console.progress import OPEN
-from train.optim.schedule import due, learning_rate, used
+from train.optim.optimizer import due, learning_rate, used
 
 STEPS = BudgetConfig(steps=100)
 

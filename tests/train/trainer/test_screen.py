@@ -86,13 +86,13 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     meter, again = (StepMetrics(("A1A2", "T1T2"), ("audio0", "text"), "cpu", ALONE) for _ in "ab")
     for each in losses:
         meter.add(each)
-        assert meter.look()["loss/text"] == mean(each)
+        assert meter.figures(shown=True)["loss/text"] == mean(each)
     again.restore(meter.state())
     again.add(losses[0])
-    assert again.look()["loss/text"] == mean(losses[0])
+    assert again.figures(shown=True)["loss/text"] == mean(losses[0])
     assert meter.figures()["loss/text"] == mean(*losses)
     meter.add(losses[1])
-    assert meter.look()["loss/text"] == mean(losses[1])
+    assert meter.figures(shown=True)["loss/text"] == mean(losses[1])
 
 
 # --- steps that take long ------------------------------------------------------------------------------------------------
