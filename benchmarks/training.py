@@ -40,8 +40,9 @@ from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entro
 from train.trainer.balanced_step import Balancing
 from train.trainer.build import prepare
 from train.trainer.loop import Loop
+from train.trainer.parts import StepBatches
 from train.trainer.signals import Stop
-from train.trainer.step import Feed, GuardedStep, PlainStep, Step, StepBatches
+from train.trainer.step import Feed, GuardedStep, PlainStep, Step
 
 PHASES = {"aligning": 0.0, "all of the model": 0.5}
 """Used shares of the budget: at the first, where the recipe has `objective.align_first`, the decoder does not run."""

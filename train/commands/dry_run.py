@@ -67,9 +67,8 @@ def dry_run(config: FitConfig, profile: str | None = None) -> None:
     batch, processes, model = worst_batch(config.data, shape), config.fabric.processes or 1, meta_model(config, shape)
     work = StepFlops(model, config.objective)(batch, targets(batch)) * config.data.micro_batches / processes
     speed, columns = peak_flops(device), batch.positions * config.data.micro_batches
-    counted = estimate(config, model, device_type == "cuda").needed(in_step=True)
-    arithmetic = f"{counted / GIB:.3f} by the plan's arithmetic"
-    print(f"two steps of the fullest rows: peak {peak / GIB:.3f} GiB on each device ({arithmetic})")
+    counted = estimate(config, model, device_type == "cuda").needed(in_step=True) / GIB
+    print(f"two steps of the fullest rows: peak {peak / GIB:.3f} GiB on each device ({counted:.3f} by the plan's arithmetic)")
     share = f", {work / seconds / speed:.1%} of the device's peak" if speed else ""
     print(f"pace: {seconds:.3g} s a step, {columns / seconds:,.0f} time steps a second{share}")
 
@@ -153,9 +152,8 @@ class Workbench:
     trainable parameters, by the model's names."""
 
     def __init__(self, config: FitConfig, shape: ModelConfig, device: torch.device | str = "cpu") -> None:
-        model, lora, precision = SpeechModel(shape), config.lora, config.fabric.precision
-        stored = read_config(config.model.start) if config.model.start is not None else shape
-        teacher = teacher_of(config, model, stored.encoder.fixed_length)
+        model, lora, precision, start = SpeechModel(shape), config.lora, config.fabric.precision, config.model.start
+        teacher = teacher_of(config, model, start is not None and read_config(start).encoder.fixed_length)
         if lora is not None:
             if lora.quantize is not None:
                 quantize(model, lora.quantize, lora.quantize_targets, quantized_type(precision))

@@ -30,7 +30,7 @@ from omni.utils.private import ddp_kwargs
 from omni.utils.process import silence
 from train.config.sections import FabricConfig
 from train.distributed.process_group import PATIENCE, ProcessGroup
-from train.distributed.sharding import clip_over_meshes, fill, shard, sharded_parts, to_meta, unsynchronized
+from train.distributed.sharding import clip_over_meshes, shard, sharded_parts, unsynchronized
 
 T = TypeVar("T")
 
@@ -79,13 +79,6 @@ def build_fabric(config: FabricConfig) -> Fabric:
         known = inspect.signature(DistributedDataParallel).parameters
         ddp_kwargs(fabric.strategy)[name if name in known else "broadcast_buffers"] = False
     return fabric
-
-
-def setup(fabric: Fabric, module: nn.Module, config: FabricConfig) -> Any:
-    """Wrap a module as the strategy asks, with the first process's values in all of them."""
-    if config.strategy != "fsdp" and fabric.world_size > 1:
-        fill(module, to_meta(module), fabric.device)
-    return fabric.setup_module(module)
 
 
 def leave() -> None:

@@ -301,17 +301,10 @@ def _check_same(gathered: Sequence[Any]) -> None:
     for rank, (host, plain) in enumerate(gathered):
         here = _flat(plain)
         for key in (key for key in {**first, **here} if first.get(key) != here.get(key)):
-            raise _shared(
-                f"process {rank} (host {host}) has {key} {here.get(key)!r:.60}, and the first process {first.get(key)!r:.60}; "
-                "start all with the same configuration"
-            )
-
-
-def _shared(text: str) -> UserError:
-    """An error that all processes raise together."""
-    error = UserError(text)
-    error.shared = True
-    return error
+            values = f"{key} {here.get(key)!r:.60}, and the first process {first.get(key)!r:.60}"
+            error = UserError(f"process {rank} (host {host}) has {values}; start all with the same configuration")
+            error.shared = True
+            raise error
 
 
 def _flat(plain: Any, key: str = "") -> dict[str, Any]:
@@ -325,21 +318,21 @@ def check_shared(folder: Path, group: ProcessGroup) -> None:
     """Refuses (UserError, in all processes) a run folder that not all processes see; it exists for the first one."""
     if group.world == 1:
         return
-    name = group.broadcast(f".shared-{uuid4().hex}")
+    name, host = group.broadcast((f".shared-{uuid4().hex}", socket.gethostname()))
     if group.first:
         write_whole(folder / name, "")
     group.broadcast(None)  # it is written
-    sees = False
-    for seconds in LOOKS:
-        time.sleep(seconds)
-        if sees := (folder / name).exists():
-            break
-    gathered = group.gather((socket.gethostname(), sees))
-    if group.first:
-        (folder / name).unlink(missing_ok=True)
-    for rank, (host, visible) in enumerate(gathered):
-        if not visible:
-            raise _shared(
-                f"run_folder: process {rank} (host {host}) does not see {folder.absolute()} of the first process (host "
-                f"{gathered[0][0]}); name a folder that all nodes share"
-            )
+
+    def look() -> None:
+        for seconds in LOOKS:
+            time.sleep(seconds)
+            if (folder / name).exists():
+                return
+        here, there = f"process {group.rank} (host {socket.gethostname()})", f"the first process (host {host})"
+        raise UserError(f"run_folder: {here} does not see {folder.absolute()} of {there}; name a folder that all nodes share")
+
+    try:
+        group.together(look)
+    finally:
+        if group.first:
+            (folder / name).unlink(missing_ok=True)

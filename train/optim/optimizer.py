@@ -257,8 +257,6 @@ class Average:
     """
 
     def __init__(self, params: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
-        if not 0.0 < decay < 1.0:
-            raise UserError(f"ema is {decay}; it must lie between 0 and 1, such as 0.999")
         self.decay = decay
         self.params = dict(params)
         self.values = {name: p.detach().float().clone() for name, p in self.params.items()}

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -33,10 +33,7 @@ from train.distributed.process_group import ProcessGroup
 from train.objective.objective import GraphLosses, Losses, TaskLosses, cells_by_task, mean_factors
 from train.objective.objective import cells as cells_of
 from train.trainer.logs import BALANCE
-from train.trainer.parts import Batch, Parts
-
-if TYPE_CHECKING:
-    from train.trainer.step import StepBatches
+from train.trainer.parts import Batch, Parts, StepBatches
 
 
 @dataclass

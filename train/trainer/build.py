@@ -22,6 +22,7 @@ from omni.files import locked
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.lora.peft import merged_lazies
 from omni.tasks import TASKS
+from omni.text import Tokenizer
 from omni.utils.hardware import peak_flops
 from omni.utils.remote import refuse_remote
 from train.balance.config import balanced_tasks
@@ -41,10 +42,9 @@ from train.distributed.fabric import (
     leave,
     quantized_type,
     restarted,
-    setup,
 )
 from train.distributed.process_group import ProcessGroup, check_shared, launch, lost_named
-from train.distributed.sharding import ParallelDims
+from train.distributed.sharding import ParallelDims, fill, to_meta
 from train.eval.held_out import items_of
 from train.objective.objective import Objective, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
@@ -184,7 +184,9 @@ def build_loop(
     also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)
     if config.fabric.compile:
         compile_blocks(objective)
-    module = setup(fabric, objective, config.fabric)
+    if config.fabric.strategy != "fsdp" and group.world > 1:  # the first process's values for all
+        fill(objective, to_meta(objective), fabric.device)
+    module: Any = fabric.setup_module(objective)
     learning = [(name, p) for name, p in objective.named_parameters() if p.requires_grad]
     trainable = [(name.removeprefix("model."), p) for name, p in learning]
     optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
@@ -338,8 +340,6 @@ def with_alignment(config: FitConfig) -> FitConfig:
         return config
     if ctc is None and config.data.alignment == "tokens":
         raise UserError("data.alignment tokens needs model.ctc: the number of the tokenizer's ids and one more")
-    from omni.text import Tokenizer
-
     alignment = build_alignment(config.data, Tokenizer.bytes())
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds

@@ -91,6 +91,31 @@ class Parts:
     export: Callable[[Mapping[str, Tensor]], Path] | None = None
 
 
+@dataclass(frozen=True)
+class StepBatches:
+    """This process's micro-batches of one step, with the counts of the whole step.
+
+    Attributes:
+        denominators: targets of the whole step by stream, and of heads on the encoder, [K + HEADS] int64 (the precisions that
+            Fabric casts floating-point inputs to cannot count).
+        positions, flops: of the whole step.
+        seconds: of the run, by the first process's clock.
+        stop: number of a signal that any process has received, or 0.
+        cells: targets of the whole step by task and stream, [T, K], where tasks are balanced.
+        waited, held_up: seconds that this process waited for the step's data, and then for the other processes.
+    """
+
+    batches: Sequence[Any]
+    denominators: Tensor
+    positions: float
+    flops: float
+    seconds: float
+    stop: int
+    cells: Tensor | None = None
+    waited: float = 0.0
+    held_up: float = 0.0
+
+
 EVENTS = ("on_step", "on_validation", "on_save", "on_end")
 
 

@@ -46,17 +46,15 @@ def test_a_run_folder_that_another_process_does_not_see_is_refused(tmp_path: Pat
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
 
-    def group(sees: bool) -> Any:
-        broadcast = lambda value: value  # noqa: E731
-        return SimpleNamespace(world=2, first=True, broadcast=broadcast, gather=lambda own: [own, ("b", sees)])
+    def group(first: bool) -> Any:
+        broadcast = lambda value: value if first else (".shared-x", "a")  # noqa: E731
+        return SimpleNamespace(world=2, rank=1 - first, first=first, broadcast=broadcast, together=lambda work: work())
 
     process_group.check_shared(here, group(True))
-    with pytest.raises(UserError, match=r"process 1 \(host b\) does not see .*here of the first process .*all nodes share"):
-        process_group.check_shared(here, group(False))
     assert not list(here.iterdir())
-    other = SimpleNamespace(world=2, first=False, broadcast=lambda value: ".shared-x", gather=lambda own: [("a", True), own])
-    with pytest.raises(UserError, match="process 1"):
-        process_group.check_shared(there, other)
+    said = r"process 1 \(host .*\) does not see .*there of the first process \(host a\); name a folder that all nodes share"
+    with pytest.raises(UserError, match=said):
+        process_group.check_shared(there, group(False))
     alone = SimpleNamespace(world=1)
     process_group.check_shared(there, alone)  # type: ignore[arg-type]
 

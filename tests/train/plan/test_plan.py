@@ -28,8 +28,7 @@ from train.objective.objective import cells, targets
 from train.plan.memory import ANSWERS, Memory, estimate, held, meta_model, packed_bytes, worst_batch
 from train.plan.plan import Knob, changed, count_parameters, pace, savings
 from train.trainer.balanced_step import Balancing
-from train.trainer.parts import Parts
-from train.trainer.step import StepBatches
+from train.trainer.parts import Parts, StepBatches
 
 pytestmark = pytest.mark.usefixtures("forked")
 GIB, MIB = float(1 << 30), float(1 << 20)

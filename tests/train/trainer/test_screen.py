@@ -18,7 +18,8 @@ from train.objective.objective import Losses
 from train.trainer import screen
 from train.trainer.logs import METRICS, read_table
 from train.trainer.metrics import StepMetrics
-from train.trainer.step import StepBatches, TimedStep
+from train.trainer.parts import StepBatches
+from train.trainer.step import TimedStep
 
 LINES = LogConfig(every=5, progress="lines")
 

@@ -35,7 +35,8 @@ from train.optim.optimizer import Average, build_optimizer
 from train.plan.memory import worst_batch
 from train.trainer.logs import HighestLosses
 from train.trainer.metrics import StepMetrics
-from train.trainer.step import PlainStep, StepBatches
+from train.trainer.parts import StepBatches
+from train.trainer.step import PlainStep
 
 GPU = torch.device("cuda")
 HALF_B = replace(preset("qwen2-0.5b-omni"), ctc=30)
