@@ -47,6 +47,10 @@ class RoomError(UserError):
     """A question, or a history, that takes more positions than a conversation has."""
 
 
+class EngineLost(UserError):
+    """The process of an engine has ended; another can be started."""
+
+
 class LostError(UserError):
     """Another process of a run has died, or does not go on: nobody's mistake, and the same command may succeed."""
 

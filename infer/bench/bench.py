@@ -258,6 +258,6 @@ def steps_and_readings(lm: SpeechLM, rows: int, compile: bool, rounds: int) -> t
     for _ in range(rounds):
         for name, read in ways.items():
             spent[name].append(seconds_of(read, device))
-        taken.append(measure_steps(runner, None, [rows]).by_rows[rows].seconds)
+        taken.append(measure_steps(runner, None, [rows])[rows].seconds)
     fastest = min(spent, key=lambda name: statistics.median(spent[name]))
     return statistics.median(taken), statistics.median(spent[fastest]), fastest, sum(w.nbytes for w in weights)

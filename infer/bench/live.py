@@ -74,7 +74,7 @@ async def play(
     try:
         load.invite(number)
         await load.wait(workload.cycle if warm_up is None else warm_up)
-        await load.call(engine.call, "engine.clear_stats")
+        await load.call(engine.call, "engine.recorder.clear")
         heard = load.heard = PlayedAudio()
         start, theirs, own, here = time.perf_counter(), sum(process.cpu_times()[:2]), time.process_time(), engine.decoding
         while (passed := time.perf_counter() - start) < seconds:
@@ -87,7 +87,7 @@ async def play(
         await load.close()
     stats = sampled[-1]
     active, steps = sum(sample.active for sample in sampled) / len(sampled), stats.steps * stats.rows  # of rows
-    alone = bare.cpu(max(active, 1.0)) / max(active, 1.0)
+    alone = bare.at(max(active, 1.0)).cpu / max(active, 1.0)
     return LiveFigures(
         loop="nonstop" if workload.nonstop else "closed",
         sessions=number,

@@ -27,7 +27,7 @@ from infer.serve.rest.chat import complete
 from infer.serve.rest.jobs import Job, Jobs
 from infer.serve.server import REALTIME, Headers, Server, add_web, response_of
 from infer.serve.settings import ServeSettings
-from omni.engine.wire import EngineLost
+from omni.errors import EngineLost
 
 THREADS = 64  # threads for what waits for the engine's process
 LARGEST = 256 * 1024  # bytes of a request: the server keeps its configuration for as long as the secret is valid

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from infer.serve.realtime.protocol import LOST, ProtocolError
-from omni.engine.wire import EngineLost
-from omni.errors import RoomError, UserError
+from omni.errors import EngineLost, RoomError, UserError
 
 ENGINE_PROBLEMS = ("this engine ", "this session ")
 """Beginnings of the engine's errors that are about itself, and not about its input."""

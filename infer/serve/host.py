@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 
 from omni.engine.process import EngineProcess
 from omni.engine.stats import EngineStats
-from omni.engine.wire import EngineLost
-from omni.errors import UserError
+from omni.errors import EngineLost, UserError
 
 LOG = logging.getLogger(__name__)
 

@@ -136,30 +136,20 @@ class TurnDetector:
 
     def _begin(self, playing: bool) -> list[TurnEvent]:
         """Whether a turn begins."""
-        if self._ducked is not None:
-            return self._prove(self._ducked, playing)
-        if self._run < ONSET:
+        if self._ducked is not None:  # does the sound that made an answer softer interrupt it?
+            if self.now - self.voiced >= GAP:
+                self._ducked = None
+                self._held = min(self.voiced + HELD, self._onset + MOST_HELD)
+                return [TurnEvent("restore", self.voiced, self.now)]
+            if playing and (self.now - self._ducked < PROVE or not self._run):
+                return []
+        elif self._run < ONSET:
             return []
-        if playing and isinstance(self.settings, SemanticVad) and self.settings.interrupt_response:
+        elif playing and isinstance(self.settings, SemanticVad) and self.settings.interrupt_response:
             self._ducked = self.now
             return [TurnEvent("duck", self._onset, self.now)]
-        return [self._began()]
-
-    def _prove(self, since: float, playing: bool) -> list[TurnEvent]:
-        """Whether the sound that made an answer softer interrupts it."""
-        if self.now - self.voiced >= GAP:
-            self._ducked = None
-            self._held = min(self.voiced + HELD, self._onset + MOST_HELD)
-            return [TurnEvent("restore", self.voiced, self.now)]
-        if not playing or (self.now - since >= PROVE and self._run):
-            self._ducked = None
-            return [self._began()]
-        return []
-
-    def _began(self) -> TurnEvent:
-        self.speaking, self._idle_since = True, None
-        self._quiet = self.voiced
-        return TurnEvent("began", self._onset, self.now)
+        self.speaking, self._ducked, self._idle_since, self._quiet = True, None, None, self.voiced
+        return [TurnEvent("began", self._onset, self.now)]
 
     def _end(self, said: bool | None) -> list[TurnEvent]:
         """Whether the turn has ended."""
@@ -198,21 +188,16 @@ class TurnDetector:
 
 def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: str) -> bool | None:
     """Whether a turn has ended that began at a second of the input, was followed until `now`, and was `voiced` last at
-    another; None where the model does not judge it."""
+    another; None where the model does not judge it. After `UNSURE` seconds it has, unless its frames come late, or the head
+    knows who speaks and clearly says that more must come."""
     if frames is None:
         return None
     second, voiced = now - start, voiced - start
-    if second - voiced >= UNSURE and not waited_for(frames, second, voiced):
-        return True
+    if second - voiced >= UNSURE:
+        known, last, count = frames.known, int(voiced * frames.rate), int(HEARD * frames.rate)
+        newest = min(int(second * frames.rate), len(known))
+        speech, silence = known[max(last - count, 0) : last, VOICE], known[max(newest - 2, 0) : newest, END]
+        waits = newest < last or (len(speech) == count and speech.median() >= KNOWN and silence.mean() < MORE)
+        if not waits:
+            return True
     return second - voiced >= LEAST[eagerness] and frames.ended(second, voiced, RULES[eagerness])
-
-
-def waited_for(frames: TurnFrames, second: float, voiced: float) -> bool:
-    """Whether more is waited for at a second of a turn whose last speech was at `voiced`: its frames come late, or the head
-    knows who speaks and clearly says that more must come."""
-    known, last, count = frames.known, int(voiced * frames.rate), int(HEARD * frames.rate)
-    now = min(int(second * frames.rate), len(known))
-    if now < last:
-        return True
-    speech, silence = known[max(last - count, 0) : last, VOICE], known[max(now - 2, 0) : now, END]
-    return len(speech) == count and float(speech.median()) >= KNOWN and float(silence.mean()) < MORE

@@ -1,8 +1,8 @@
 """Voice activity by silero's ONNX model (MIT, in the wheel of `silero-vad`): the probability of speech every 32 ms.
 
-The model's inputs are 512 samples at 16 kHz after the 64 before them, and a state [2, B, 128]. A server's sessions share
-`VoiceActivity`: frames of all that wait are resampled and judged as one batch, in one thread, which takes a third of the time
-and leaves the loop free. One who listens alone takes `Silero` itself.
+The model's inputs are 512 samples at 16 kHz after the 64 before them, and a state [2, B, 128]. A server's sessions share it:
+frames of all that wait are resampled and judged as one batch, in one thread, which takes a third of the time and leaves the
+loop free.
 
     24 kHz    ...|  MARGIN  |  context  |        a frame        |  MARGIN  |...     the margins are the filter's
 """
@@ -57,8 +57,8 @@ class SpeechStream:
         return np.stack([sound[start : start + BEFORE + STEP + MARGIN] for start in range(0, number * STEP, STEP)])
 
 
-class Silero:
-    """The model; one call at a time."""
+class VoiceActivity:
+    """The model, for all sessions of one loop of asyncio."""
 
     def __init__(self) -> None:
         options = onnxruntime.SessionOptions()
@@ -68,38 +68,6 @@ class Silero:
         file = Path(package) / "data" / "silero_vad.onnx"  # the package need not be imported for it
         self._model = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         self._resample = Resample(PCM_RATE, RATE)
-
-    def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
-        """Probabilities of speech of the frames that are whole after more samples [S], int16 at 24 kHz."""
-        return self.judge([stream])[0] if stream.add(samples) else []
-
-    def judge(self, batch: list[SpeechStream]) -> list[list[float]]:
-        """Probabilities of streams that each have a whole frame: frame after frame of all together; a stream leaves with its
-        last."""
-        batches = [stream.frames() for stream in batch]
-        counts = [len(frames) for frames in batches]
-        sound = torch.from_numpy(np.concatenate(batches).astype(np.float32) / 32768)
-        margin = MARGIN * RATE // PCM_RATE
-        heard = self._resample(sound)[:, margin : margin + CONTEXT + FRAME].numpy()
-        starts = np.cumsum([0, *counts])
-        probabilities: list[list[float]] = [[] for _ in batch]
-        for number in range(max(counts)):
-            rows = [row for row, count in enumerate(counts) if number < count]
-            streams = [batch[row] for row in rows]
-            state = np.stack([stream.state for stream in streams], axis=1)
-            new = heard[[starts[row] + number for row in rows]]
-            speech, state = self._model.run(None, {"input": new, "state": state, "sr": np.array(RATE, dtype=np.int64)})
-            for index, (row, stream) in enumerate(zip(rows, streams, strict=True)):
-                stream.state = state[:, index]
-                probabilities[row].append(float(speech[index, 0]))
-        return probabilities
-
-
-class VoiceActivity:
-    """The model, for all sessions of one loop of asyncio."""
-
-    def __init__(self) -> None:
-        self._model = Silero()
         self._thread = ThreadPoolExecutor(1, "omni-vad", lambda: torch.set_num_threads(1))
         self._waiting: deque[tuple[SpeechStream, asyncio.Future[list[float]]]] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -123,9 +91,30 @@ class VoiceActivity:
             streams = [stream for stream, _ in batch]
             results: list[Any]
             try:
-                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._model.judge, streams)
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, self._judge, streams)
             except Exception as error:
                 results = [error] * len(batch)
             for (_, done), result in zip(batch, results, strict=True):
                 if not done.done():
                     (done.set_exception if isinstance(result, Exception) else done.set_result)(result)
+
+    def _judge(self, batch: list[SpeechStream]) -> list[list[float]]:
+        """Probabilities of streams that each have a whole frame: frame after frame of all together; a stream leaves with its
+        last."""
+        batches = [stream.frames() for stream in batch]
+        counts = [len(frames) for frames in batches]
+        sound = torch.from_numpy(np.concatenate(batches).astype(np.float32) / 32768)
+        margin = MARGIN * RATE // PCM_RATE
+        heard = self._resample(sound)[:, margin : margin + CONTEXT + FRAME].numpy()
+        starts = np.cumsum([0, *counts])
+        probabilities: list[list[float]] = [[] for _ in batch]
+        for number in range(max(counts)):
+            rows = [row for row, count in enumerate(counts) if number < count]
+            streams = [batch[row] for row in rows]
+            state = np.stack([stream.state for stream in streams], axis=1)
+            new = heard[[starts[row] + number for row in rows]]
+            speech, state = self._model.run(None, {"input": new, "state": state, "sr": np.array(RATE, dtype=np.int64)})
+            for index, (row, stream) in enumerate(zip(rows, streams, strict=True)):
+                stream.state = state[:, index]
+                probabilities[row].append(float(speech[index, 0]))
+        return probabilities

@@ -134,7 +134,7 @@ class _Reads(TorchDispatchMode):
     """Records the storages that operations read.
 
     FSDP2 gathers shards of parameters whether anything uses them or not: such a shard counts as used where the gathered
-    parameter is read.
+    parameter is read (`read`, of those in `whole` at that moment).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -154,17 +154,12 @@ class _Reads(TorchDispatchMode):
             self.whole = None
         else:
             self.storages |= read
-            self._note_whole(read)
+            if self.is_sharded and self.whole is None:  # FSDP2 has done something since
+                self.whole = {_storage(p): (name, p.shape) for name, p in self.module.named_parameters()}
+            self.read |= {self.whole[storage] for storage in read if storage in self.whole} if self.whole else set()
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         return func(*args, **(kwargs or {}))
-
-    def _note_whole(self, read: set[int]) -> None:
-        """Records which of a sharded module's parameters, gathered at this moment, an operation reads."""
-        if self.is_sharded:
-            if self.whole is None:  # FSDP2 has done something since
-                self.whole = {_storage(p): (name, p.shape) for name, p in self.module.named_parameters()}
-            self.read |= {self.whole[storage] for storage in read if storage in self.whole}
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor was read; for a gathered one, whether its parameter was (if it is not one yet, one of its shape)."""

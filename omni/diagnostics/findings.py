@@ -195,15 +195,12 @@ def name_writes(code: CodeType, name: str, at: int = 0) -> tuple[Line, ...]:
 @functools.lru_cache(maxsize=256)
 def _scopes(code: CodeType) -> tuple[ast.AST, ...]:
     """The functions that hold a piece of code, its own the first, from inside to outside; then the file."""
-
-    def first_line(node: Any) -> int:
-        return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename)))
     except SyntaxError:
         return (ast.Module([], []),)
     first = 0 if code.co_name == "<module>" else code.co_firstlineno  # a decorator's line, where there is one
     functions = (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
-    around = [n for n in functions if first_line(n) <= first <= (n.end_lineno or 0)]
+    starts = [(n, min(m.lineno for m in (n, *getattr(n, "decorator_list", ())))) for n in functions]
+    around = [n for n, start in starts if start <= first <= (n.end_lineno or 0)]
     return (*sorted(around, key=lambda n: -n.lineno), tree)

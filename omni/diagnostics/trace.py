@@ -228,16 +228,13 @@ class Trace(private.TorchDispatchMode):
                 self.old_uses.setdefault(t.grad_fn, line)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor can be summed on every device; sparse, nested and 8-bit ones cannot."""
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    return strided and tensor.is_floating_point() and tensor.itemsize > 1 and tensor.device.type != "meta"
-
-
 def digest(out: Any) -> tuple[float, ...]:
-    """Sum and norm of the first tensor among an operation's results that has them, its size and whether it is on the CPU."""
+    """Sum and norm of the first tensor among an operation's results that has them, its size and whether it is on the CPU.
+    Sparse, nested and 8-bit tensors cannot be summed on every device."""
     for t in out if isinstance(out, (list, tuple)) else [out]:
-        if isinstance(t, Tensor) and _is_dense(t):
+        if not isinstance(t, Tensor) or t.layout is not torch.strided or t.is_nested or t.device.type == "meta":
+            continue
+        if t.is_floating_point() and t.itemsize > 1:
             t, wide = t.detach(), torch.float64
             norm = float(torch.linalg.vector_norm(t, dtype=wide))
             return float(t.sum(dtype=wide)), norm, float(t.numel()), float(t.device.type == "cpu")
@@ -342,7 +339,10 @@ class Region:
         is_skipped = name in _CASTS or name.endswith("_like") or "empty" in name  # casts, and tensors made in the shape of one
         if is_skipped or self.difference is not None or not any(t.requires_grad for t in inputs):
             return
-        sources = [t for t in inputs if not t.requires_grad or not self._is_own(t)]
+        first_writes = [
+            (t, self.trace.writes.get(storage_of(t), [])[:1]) for t in inputs
+        ]  # of its own: made in the present run
+        sources = [t for t, first in first_writes if not t.requires_grad or not any(w.clock > self.start for w in first)]
         operation = Operation(name, digest(out), line_of(frame), [(storage_of(t), digest(t)) for t in sources])
         if self.at is None:
             self.operations.append(operation)

@@ -14,12 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
-from omni.engine.wire import CodedSound
 from omni.errors import UserError
 from omni.generate.history import CachedHistory, Exchange, Key
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, Reply, TextDelta, Timings
@@ -28,7 +27,14 @@ from omni.generate.speech_time import Loudness, heard_characters
 from omni.lora.attach import Selection
 from omni.tasks import Columns, Task, find_task
 
-N = TypeVar("N", int, float)
+
+class CodedSound(NamedTuple):
+    """The next frames of an answer, A codes each; an `AudioChunk` once its listener's process has decoded them. `start`, `end`:
+    where they are in the answer's sound, in seconds."""
+
+    codes: list[list[int]]
+    start: float
+    end: float
 
 
 @dataclass(eq=False)
@@ -75,17 +81,15 @@ class Delivery:
             assert self._codec is not None
             self.samples += len(event.codes) * self._codec.frame_samples
         elif isinstance(event, AudioChunk):
-            self._sound(event)
-
-    def _sound(self, chunk: AudioChunk) -> None:
-        self.samples += len(chunk.samples)
-        if self._codec is not None:
-            self._loudness = self._loudness or Loudness(self._codec.sample_rate)
-            self._loudness.push(chunk.samples)
+            self.samples += len(event.samples)
+            if self._codec is not None:
+                self._loudness = self._loudness or Loudness(self._codec.sample_rate)
+                self._loudness.push(event.samples)
 
     def interrupt(self, played: float | None, shown: int | None) -> None:
         """Note that less was heard and seen than was handed over; the least of several notes counts."""
-        self._played, self._shown = _least(self._played, played), _least(self._shown, shown)
+        self._played = min((each for each in (self._played, played) if each is not None), default=None)
+        self._shown = min((each for each in (self._shown, shown) if each is not None), default=None)
 
     def measure(self) -> None:
         """Decode what was decoded elsewhere, where an interruption asks what was heard of it. `changed` need not be held, since
@@ -95,11 +99,6 @@ class Delivery:
             if codes is not None:
                 loudness.push(self._codec.decode(codes))
             self._loudness = loudness
-
-    @property
-    def seconds(self) -> float:
-        """Length of the sound that was handed over."""
-        return self.samples / self._codec.sample_rate if self._codec is not None else 0.0
 
     def of(self, exchange: Exchange) -> Exchange:
         """The exchange with the part of the answer that reached the listener: whole tokens and whole frames.
@@ -135,10 +134,6 @@ class Delivery:
         return heard_characters(text, reply.time, played, speech, end)
 
 
-def _least(a: N | None, b: N | None) -> N | None:
-    return b if a is None else a if b is None else min(a, b)
-
-
 AHEAD = 64
 """Time steps that may be written ahead of an iterator's reader."""
 
@@ -158,6 +153,25 @@ def check_pace(pace: Pace, when_full: WhenFull) -> tuple[Pace, WhenFull]:
         if value not in known:
             raise UserError(f"{name} {value!r} is unknown; use {', '.join(map(repr, known))}")
     return pace, when_full
+
+
+def milestone(known: Timings, event: Event | CodedSound, seconds: float) -> Timings:
+    """The timings with the milestone that an event is, where it is the first of its type."""
+    if isinstance(event, TextDelta) and known.first_text is None:
+        return replace(known, first_text=seconds)
+    if isinstance(event, (AudioChunk, CodedSound)) and known.first_audio is None:
+        return replace(known, first_audio=seconds)
+    return known
+
+
+def lateness(plays: float | None, start: float) -> tuple[float, float | None]:
+    """When a live listener's sound began to play, less the time in which it waited, and the seconds by which the chunk at
+    `start` comes after it was due; None for the first (`plays` is None), which is due when it comes."""
+    now = time.perf_counter()
+    if plays is None:
+        return now, None
+    late = now - (plays + start)
+    return plays + max(late, 0.0), late
 
 
 class EventOutlet(Protocol):
@@ -250,26 +264,14 @@ class Running:
 
     def __post_init__(self) -> None:
         self.delivery, self.changed = Delivery(self.reply, self.codec), self.outlet.changed
+        self.task: Task = find_task(self.exchange.turn.task)
         self.frame_rate = 0.0 if self.codec is None else self.codec.frame_rate
-        self._speaks = self.codec is not None and self.task.audio
-
-    @property
-    def live(self) -> bool:
-        return self._speaks and self.pace == "live"
-
-    @property
-    def task(self) -> Task:
-        return find_task(self.exchange.turn.task)
+        self.live = self.codec is not None and self.task.audio and self.pace == "live"
 
     @property
     def ahead(self) -> int:
         """Time steps that were written and not read yet."""
         return len(self.wrote) - self.read
-
-    @property
-    def unread(self) -> int:
-        """Time steps that were turned into events and not read yet."""
-        return self.processed - self.read
 
     def rest(self) -> bool:
         """Mark that its row waits for its listener, whose time does not count; returns whether that is known.
@@ -306,16 +308,11 @@ class Running:
 
     def put(self, event: Event | CodedSound, notify: bool = True) -> float | None:
         """Give the listener an event; `changed` is held. Returns by how many seconds a live listener's sound was late."""
-        now, late = self.clock.seconds, None
-        if isinstance(event, TextDelta):
-            if self.known.first_text is None:
-                self.known = replace(self.known, first_text=now)
-        elif isinstance(event, (AudioChunk, CodedSound)):
-            late = self._due(event)
-            if self.known.first_audio is None:
-                self.known = replace(self.known, first_audio=now)
+        late, self.known = None, milestone(self.known, event, self.clock.seconds)
+        if isinstance(event, (AudioChunk, CodedSound)) and self.pace == "live":
+            self.plays, late = lateness(self.plays, event.start)
         elif isinstance(event, Ended):
-            self.over, self.known = True, replace(self.known, total=now)
+            self.over, self.known = True, replace(self.known, total=self.clock.seconds)
             event = replace(event, timings=self.timings())
         self._sent.append((self.processed, event))
         self.outlet.put(event, notify)
@@ -326,23 +323,6 @@ class Running:
         with self.changed:
             self.failure = error
             self.outlet.fail(error)
-
-    def _due(self, chunk: AudioChunk | CodedSound) -> float | None:
-        """Seconds by which a live listener's chunk came after it was due; its first sound is due when it comes."""
-        if self.pace != "live":
-            return None
-        now = time.perf_counter()
-        if self.plays is None:
-            self.plays = now
-            return None
-        late = now - (self.plays + chunk.start)
-        self.plays += max(late, 0.0)
-        return late
-
-    def held(self, now: float, frames: float) -> float:
-        """Frames that a live listener still has to play, of those that have sounded."""
-        assert self.plays is not None
-        return frames - (now - self.plays) * self.frame_rate
 
     # --- what the listener asks for -----------------------------------------------------------------------------------
 
@@ -370,8 +350,9 @@ class Running:
         return Ended(self.ending if error is None else "error", self.timings(), error)
 
     def timings(self) -> Timings:
-        total = self.known.total or self.clock.seconds
-        return replace(self.known, total=total, steps=len(self.reply.columns), audio=self.delivery.seconds)
+        total, codec = self.known.total or self.clock.seconds, self.codec
+        audio = 0.0 if codec is None else self.delivery.samples / codec.sample_rate
+        return replace(self.known, total=total, steps=len(self.reply.columns), audio=audio)
 
     def delivered(self) -> Exchange:
         """The exchange with the part of the answer that reached the listener."""

@@ -32,9 +32,6 @@ class Slots:
     def __init__(self, number: int) -> None:
         self.holders: list[Seat | None] = [None] * number
 
-    def grow(self, number: int) -> None:
-        self.holders += [None] * (number - len(self.holders))
-
     @property
     def free(self) -> int:
         """Number of slots that nobody holds."""
@@ -168,7 +165,7 @@ class EngineBatch:
         elif number > len(runner.rows) or length > runner.length:
             self.collect(flush=True)
             runner.grow(number, length)
-        slots.grow(number)
+        slots.holders += [None] * (number - len(slots.holders))
         return True
 
     def to_measure(self) -> Runner:
@@ -313,4 +310,4 @@ class EngineBatch:
         """Say that an answer has no slots any more, nor needs its adapter."""
         running.release()
         running.left.set()
-        self._sound.end(running, reason)
+        self._sound.put([(running, reason)])

@@ -1,40 +1,74 @@
-"""The engine's own process: holds the model, and serves its clients' process.
+"""The engine's own process, which holds the model and serves its clients' process, and their messages.
 
 main thread     waits for the end: the clients' process has gone, or a signal
 reader          takes messages: those that wait for nobody it sees to itself, others are given to a few threads
-sender          `Outbox`: the events of answers, and replies
+sender          `Outbox`: the events of answers, and replies; the clients' process has one too, for what it asks
+
+Messages are pickles: both ends belong to the same program.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import io
 import os
+import pickle
 import signal
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from omni.engine.conversation import MessageHandler
-from omni.engine.wire import CodedSound, Item, is_portable, pack, pack_error, unpack
-from omni.errors import SoundWarning, UserError
+from omni.engine.answer import CodedSound
+from omni.engine.conversation import LocalLink
+from omni.engine.sound import is_portable
+from omni.errors import BusyError, EngineLost, RoomError, SoundWarning, UserError
 from omni.generate.results import Event
 from omni.generate.speech_lm import SpeechLM
 from omni.plugins import load_plugins
 
+Item = tuple[Any, ...]
+"""Content of a message: its name first."""
+
+SENT = (EngineLost, BusyError, RoomError, UserError, TypeError, torch.OutOfMemoryError, MemoryError)
+"""Exceptions that are the same in the clients' process; others are a RuntimeError there."""
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as arrays, which is quicker; each that is read has memory of its own, and does not keep the message."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.dtype == torch.bfloat16:
+            return NotImplemented
+        return torch.from_numpy, (value.numpy(force=True),)
+
+
+def pack(items: Sequence[Item]) -> bytes:
+    """One message of items, which `pickle.loads` reads."""
+    message = io.BytesIO()
+    _Pickler(message, protocol=5).dump(items)
+    return message.getvalue()
+
+
+def pack_error(error: BaseException) -> tuple[type[BaseException], str]:
+    """Type and text of an exception, as the clients' process raises it."""
+    for known in SENT:
+        if isinstance(error, known):
+            return known, str(error)
+    return RuntimeError, f"in the engine's process: {type(error).__name__}: {error}"
+
+
 TOGETHER = 1e-3
 """Seconds for which the first event of a step waits for the others."""
-
-LOOK = 0.1
-"""Seconds between two looks at whether the other process is there."""
 
 
 class SentAnswer:
@@ -58,10 +92,10 @@ class SentAnswer:
         self.notify()
 
     def notify(self) -> None:
-        self._outbox.note(self)
+        self._outbox.send(self)
 
     def where(self) -> None:
-        self._outbox.send(("where", self._number))
+        self._outbox.send(pack([("where", self._number)]))
 
     def items(self) -> list[Item]:
         """What is to be sent of it."""
@@ -72,76 +106,65 @@ class SentAnswer:
 
 
 class Outbox:
-    """Sends, in a thread of its own: one message for all that a step gave, and for all replies. `lost`: set when nobody reads
-    any more."""
+    """Sends, in a thread of its own, what any thread, finalizer or signal's handler gives it: none of them waits. What a step
+    gave its answers is one message. `lost`: set when nobody reads any more."""
 
-    def __init__(self, pipe: Connection, lost: threading.Event) -> None:
-        self._pipe, self._lost = pipe, lost
-        self._items: deque[Item] = deque()
-        self._noted: deque[SentAnswer] = deque()
-        self._news = threading.Event()
-        self._stopped = False
+    def __init__(self, pipe: Connection) -> None:
+        self.lost = threading.Event()
+        self._pipe = pipe
+        self._waiting: SimpleQueue[bytes | SentAnswer | None] = SimpleQueue()
+        self.send = self._waiting.put
         self._thread = threading.Thread(target=self._run, name="omni-send", daemon=True)
         self._thread.start()
 
-    def note(self, answer: SentAnswer) -> None:
-        """Note that an answer has something to send; from any thread, as `send`."""
-        self._noted.append(answer)
-        self._news.set()
-
-    def send(self, item: Item) -> None:
-        self._items.append(item)
-        self._news.set()
-
     def finish(self) -> None:
-        """Send what is left, and `bye`."""
-        self._stopped = True
-        self.send(("bye",))
+        """Send what is left, and end."""
+        self.send(None)
         self._thread.join(5)
 
     def _run(self) -> None:
-        last = False
-        while not last:
-            self._news.wait()
-            self._news.clear()
-            last = self._stopped
-            if self._noted and not self._items:
+        waiting: list[bytes | SentAnswer | None] = []
+        while None not in waiting:
+            waiting = [self._waiting.get()]
+            if isinstance(waiting[0], SentAnswer):
                 time.sleep(TOGETHER)
-            items = [item for answer in dict.fromkeys(_all(self._noted)) for item in answer.items()] + _all(self._items)
+            while not self._waiting.empty():
+                waiting.append(self._waiting.get())
+            answers = dict.fromkeys(answer for answer in waiting if isinstance(answer, SentAnswer))
+            items = [item for answer in answers for item in answer.items()]
             try:
-                if items:
-                    self._pipe.send_bytes(pack(items))
-            except OSError:
-                self._lost.set()
+                for message in [*([pack(items)] if items else []), *(m for m in waiting if isinstance(m, bytes))]:
+                    self._pipe.send_bytes(message)
+            except (OSError, ValueError):  # the other end, or this one, is closed
+                self.lost.set()
                 return
-
-
-def _all(waiting: deque[Any]) -> list[Any]:
-    return [waiting.popleft() for _ in range(len(waiting))]
 
 
 AT_ONCE = ("taken", "stop", "let_go", "hear", "drop_sound", "abandon")
 """Messages that the reader sees to itself, which wait for nobody; others are given to other threads."""
 
-OWN = ("session", "call", "drain")
+OWN = ("call", "drain")
 """Messages that are for no conversation."""
 
 NEW = ("session", "listen", "ask")
 """Messages that are refused once it drains."""
 
+LOOK = 0.1
+"""Seconds between two looks at whether the other process is there."""
+
 DRAIN = 30.0
 """Seconds for which SIGTERM lets answers under way come to their ends."""
 
 
-class Child(MessageHandler):
+class Child(LocalLink):
     """Serves one clients' process: messages come through a pipe."""
 
     def __init__(self, pipe: Connection, lm: SpeechLM, threads: int | None) -> None:
-        self._pipe, self._lm, self._threads = pipe, lm, threads
-        self._gone = threading.Event()  # the other process has ended, or asked for the end
+        super().__init__(lm)
+        self._pipe, self._threads = pipe, threads
         self._until: float | None = None  # time at which answers under way are cut, once it drains
-        self._outbox = Outbox(pipe, self._gone)
-        super().__init__()
+        self._outbox = Outbox(pipe)
+        self._gone = self._outbox.lost  # the other process has ended, or asked for the end
         self._pool = ThreadPoolExecutor(8, "omni-request", self._prepare)
         threading.Thread(target=self._read, name="omni-read", daemon=True).start()
 
@@ -165,6 +188,7 @@ class Child(MessageHandler):
         for conversation in list(self.conversations.values()):
             conversation.close()
         self._lm.engine.close()
+        self._outbox.send(pack([("bye",)]))
         self._outbox.finish()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -174,12 +198,12 @@ class Child(MessageHandler):
         return SentAnswer(self._outbox, answer)
 
     def turn(self, sound: int) -> Callable[[int, Tensor], None]:
-        return lambda first, new: self._outbox.send(("turn", sound, first, new))
+        return lambda first, new: self._outbox.send(pack([("turn", sound, first, new)]))
 
     def _read(self) -> None:
         try:
             while True:
-                for message in unpack(self._pipe.recv_bytes()):
+                for message in pickle.loads(self._pipe.recv_bytes()):
                     if message[0] in AT_ONCE:
                         self._do(*message)
                     else:
@@ -192,25 +216,16 @@ class Child(MessageHandler):
         try:
             if name in NEW and self._until is not None:
                 raise UserError("this engine is about to end, and takes no new questions; ask another one")
-            item: Item = ("reply", request, getattr(self, name)(*args) if name in OWN else self.request(name, *args))
-            if request:
-                pack([item])
+            reply = getattr(self, name)(*args) if name in OWN else self.request(name, *args)
+            message = pack([("reply", request, reply)]) if request else None
         except BaseException as error:
-            item = ("raise", request, *pack_error(error))
-        if request:
-            self._outbox.send(item)
-
-    def session(self, number: int, values: Mapping[str, Any]) -> None:
-        """Start a conversation."""
-        self.add(number, self._lm.conversation(**values))
+            message = pack([("raise", request, *pack_error(error))]) if request else None
+        if message is not None:
+            self._outbox.send(message)
 
     def call(self, name: str, args: Sequence[Any], values: Mapping[str, Any]) -> Any:
         """A method or a property of the `SpeechLM`, by its name; `engine.` before it for the engine's."""
-        target: Any = self._lm
-        for part in name.split("."):
-            if part.startswith("_") or not hasattr(target, part):
-                raise UserError(f"{type(target).__name__} has nothing called {part!r} to call by {name!r}")
-            target = getattr(target, part)
+        target: Any = reduce(getattr, name.split("."), self._lm)
         return target(*args, **values) if inspect.ismethod(target) else target
 
     def drain(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""A conversation of several turns, as the engine has it: over the rows of one cache; and who takes the messages for it.
+"""A conversation of several turns, as the engine has it: over the rows of one cache; and the link to it in this process.
 
 The history holds only what was delivered: an answer that was cancelled, or interrupted while it played, is kept as the offline
 layout of the text and the frames that reached the listener. The last column of an answer, and all columns in which the cache
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,9 +25,9 @@ from torch import Tensor
 from omni.codec.base import AudioCodec
 from omni.engine.answer import EventOutlet, Pace, Running, Seat, WhenFull
 from omni.engine.engine import Engine
-from omni.engine.listener import Link, Listener
+from omni.engine.listener import Link
 from omni.engine.prefill_ahead import Listen, plan
-from omni.engine.wire import is_portable
+from omni.engine.sound import is_portable
 from omni.errors import UserError
 from omni.generate.history import Exchange, Past, check_room, fit
 from omni.generate.listening import FeatureStream
@@ -46,7 +45,7 @@ from omni.text import Tokenizer
 
 
 class Conversation:
-    """One conversation, with one answer at a time. Its session calls it by messages (`MessageHandler`): answers and sounds are
+    """One conversation, with one answer at a time. Its session calls it by messages (`LocalLink`): answers and sounds are
     known by numbers, and one that is not there any more, or not yet, is passed over, since messages overtake each other.
 
     Args:
@@ -58,10 +57,10 @@ class Conversation:
 
     Attributes:
         under_way: the last answer, until it is settled.
-        handler: that has it, by its number.
+        link: that has it, by its number.
     """
 
-    handler: MessageHandler
+    link: LocalLink
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class Conversation:
         """A question's answer, which the engine was not asked for yet; the last one is settled first."""
         known, stream = None, None
         if isinstance(asked.heard, tuple):
-            known = self.handler.request("sound_so_far", *asked.heard)
+            known = self.link.request("sound_so_far", *asked.heard)
         elif asked.heard is not None:
             stream = self.stream(asked.heard)
             assert stream is not None
@@ -140,7 +139,7 @@ class Conversation:
             active = selection_of(self.model, [self._selection])  # its adapter may have been removed since
             layout, options, task = self.model.layout, self.options, asked.task
             limits = options.limits(task, self.codec, layout.max_delay)
-            codec, outlet = self.codec if self._sound else None, self.handler.listener(number)
+            codec, outlet = self.codec if self._sound else None, self.link.listener(number)
             reply = Reply(layout, task, self.tokenizer, codec, limits, self.time)
             with self._lock:
                 seat = self._open()
@@ -209,7 +208,7 @@ class Conversation:
             self._open()
             if self._hears is not None:
                 self._hears.closed = True
-            put = self.handler.turn(sound) if turn else None
+            put = self.link.turn(sound) if turn else None
             self._hears, self._sound_number = FeatureStream(self.model, task, put), sound
             self._listen()
 
@@ -221,7 +220,8 @@ class Conversation:
         """Take more of it, or (`peek`) sound after that, which may not belong to it."""
         if (stream := self.stream(sound)) is not None:
             (stream.peek if peek else stream.push)(samples)
-            self._engine.requests.came(stream)
+            if stream.due:
+                self._engine.requests.wake()
 
     def sound_so_far(self, sound: int) -> tuple[int, Tensor]:
         """Number and features so far, for a question of another conversation; UserError where there are none."""
@@ -262,7 +262,7 @@ class Conversation:
         """Count events as delivered, and note how late chunks were that another process decoded."""
         if (running := self._answer(number)) is not None:
             running.take(taken)
-        self._engine.heard(late)
+        self._engine.recorder.note(late=late)
 
     def stop(self, number: int, taken: int, reason: Reason, error: str | None) -> None:
         """End an answer whose listener waits for its end."""
@@ -283,18 +283,9 @@ class Conversation:
             finally:
                 self._lock.release()
 
-    def settle(self, number: int, taken: int) -> Ended | None:
-        """Put an answer into the history as far as it was taken, and prepare for the next question; returns its end where it
-        was under way."""
-        if (running := self._close_answer(number, taken)) is None:
-            return None
-        with self._lock:
-            self._settle(running)
-            self._make_room()
-        return running.end()
-
-    def interrupt(self, number: int, taken: int, played: float | None, shown: int | None) -> Ended | None:
-        """Settle the last answer, or cut it in the history once more, where less of it was heard or seen than was delivered."""
+    def settle(self, number: int, taken: int, played: float | None = None, shown: int | None = None) -> Ended | None:
+        """Put an answer into the history as far as it was taken, or cut the last one there once more where less of it was heard
+        or seen, and prepare for the next question; returns its end where it was under way."""
         running = self._close_answer(number, taken)
         with self._lock:
             last = self._last
@@ -340,10 +331,6 @@ class Conversation:
             self._past, self._asked = running.before, running.exchange.number
 
     # --- the history --------------------------------------------------------------------------------------------------
-
-    def read(self, name: str) -> Any:
-        """A property."""
-        return getattr(self, name)
 
     @property
     def place(self) -> int:
@@ -413,53 +400,47 @@ class Conversation:
         self._release()
 
 
-class MessageHandler(ABC):
-    """Takes the messages of sessions (`omni.generate.session.Session`), wherever these are: each is a method of a conversation.
-    Conversations, answers and sounds have numbers of the sessions' link."""
+class LocalLink(Link):
+    """To an engine in this process: each message is a method of a conversation, or reads a property of it.
+    Conversations, answers and sounds have the link's numbers.
 
-    def __init__(self) -> None:
+    Args:
+        lm: the `omni.generate.speech_lm.SpeechLM` that makes conversations.
+    """
+
+    every, remote = 1, False
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
         self.conversations: dict[int, Conversation] = {}
+        self._lm = lm
 
     def add(self, number: int, conversation: Conversation) -> None:
         """Take messages for a conversation."""
-        conversation.handler, self.conversations[number] = self, conversation
+        conversation.link, self.conversations[number] = self, conversation
 
-    @abstractmethod
     def listener(self, answer: int) -> EventOutlet:
         """Takes an answer's events."""
+        return self.answers[answer]
 
-    @abstractmethod
     def turn(self, sound: int) -> Callable[[int, Tensor], None]:
         """Takes the turn head's probabilities of a sound."""
+        return self.turns[sound].put
+
+    def check(self, session: int) -> None:
+        self.request("check", session)
 
     def request(self, name: str, *args: Any) -> Any:
-        """Do what a session says, in any thread; returns the reply. Its number comes first among the arguments."""
+        """See `Link`; in any thread. The conversation's number comes first among the arguments."""
         number, *rest = args
+        if name == "session":
+            return self.add(number, self._lm.conversation(**rest[0]))
         if number not in self.conversations:
             raise UserError("this session is closed; start a new one")
         conversation = self.conversations[number]
         if name == "abandon":
             del self.conversations[number]
-        return getattr(conversation, name)(*rest)
+        wanted = getattr(conversation, name)
+        return wanted(*rest) if callable(wanted) else wanted
 
-
-class LocalLink(MessageHandler, Link):
-    """To an engine in this process."""
-
-    every, remote = 1, False
-
-    def __init__(self) -> None:
-        Link.__init__(self)
-        MessageHandler.__init__(self)
-
-    def listener(self, answer: int) -> Listener:
-        return self._answers[answer]
-
-    def turn(self, sound: int) -> Callable[[int, Tensor], None]:
-        return self._turns[sound].put
-
-    def check(self, session: int) -> None:
-        self.request("check", session)
-
-    def tell(self, name: str, *args: Any) -> None:
-        self.request(name, *args)
+    tell = request

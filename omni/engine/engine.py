@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -29,8 +30,8 @@ from omni.engine.answer import Running, Seat
 from omni.engine.batch import EngineBatch
 from omni.engine.intake import Intake, encode, unheard
 from omni.engine.sound import SoundThread
-from omni.engine.stats import MOST, EngineStats, KnownCosts, Recorder, StepCosts, powers_to
-from omni.engine.stepping import Requests, SteppingThread, Watermarks
+from omni.engine.stats import MOST, EngineStats, Recorder, StepCosts, measure_steps, measured_of, powers_to
+from omni.engine.stepping import Requests, SteppingThread
 from omni.errors import BusyError, UserError
 from omni.generate.options import check_numbers
 from omni.generate.runner import Runner
@@ -52,12 +53,14 @@ class Engine:
     Args:
         slots: rows of the cache; None grows with the conversations.
         context: positions of a row; None for those that its conversations ask for.
-        marks: how far ahead of its listener a row is written.
         queue: live listeners' questions that may wait; None for any number.
         patience: seconds after which an answer that nobody reads ends; None for never, and for `UNREAD` seconds
             (`omni.engine.answer`) where it is live, so that its events are not kept without end.
         graph, compile: as for `omni.generate.runner.Runner`.
         codec: of its listeners' sound, for `measure` and its kept results.
+
+    Attributes:
+        fixed: number of slots, None where it grows.
     """
 
     def __init__(
@@ -66,7 +69,6 @@ class Engine:
         *,
         slots: int | None = None,
         context: int | None = None,
-        marks: Watermarks | None = None,
         queue: int | None = None,
         patience: float | None = None,
         graph: bool | None = None,
@@ -74,22 +76,15 @@ class Engine:
         codec: AudioCodec | None = None,
     ) -> None:
         check_numbers(slots=slots, context=context, patience=patience, queue=queue)
-        self.model, self.context, self.queue = model, context, queue
+        self.model, self.fixed, self.context, self.queue = model, slots, context, queue
         self._draining = False
-        self._known = KnownCosts(model, codec)
-        self.requests, self._recorder = Requests(), Recorder(self._known)
-        self._sound = SoundThread(self.requests.end, self._recorder)
-        self._batch = EngineBatch(model, slots, context, self._sound, self._recorder, graph=graph, compile=compile)
-        self._intake, self._encoding = Intake(self._batch, self._recorder), threading.Lock()
-        self._stepping = SteppingThread(
-            self.requests, self._batch, self._intake, self._recorder, marks or Watermarks(), patience
-        )
+        self._codec = codec
+        self.requests, self.recorder = Requests(), Recorder(partial(measured_of, model, codec))
+        self._sound = SoundThread(self.requests.end, self.recorder)
+        self._batch = EngineBatch(model, slots, context, self._sound, self.recorder, graph=graph, compile=compile)
+        self._intake, self._encoding = Intake(self._batch, self.recorder), threading.Lock()
+        self._stepping = SteppingThread(self.requests, self._batch, self._intake, self.recorder, patience)
         release_threads()  # of who loaded the model
-
-    @property
-    def fixed(self) -> int | None:
-        """Number of slots, None where it grows."""
-        return self._batch.fixed
 
     @property
     def runner(self) -> Runner | None:
@@ -109,24 +104,18 @@ class Engine:
             self.requests.seats.add(seat)
         return seat
 
-    def heard(self, late: Sequence[float]) -> None:
-        """Note how late live listeners' chunks were that another process decoded."""
-        for seconds in late:
-            self._recorder.sounded(seconds)
-
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def ask(self, asked: Sequence[Running]) -> None:
         """Take questions; they are answered in any order, together where they fit. UserError: the engine is closed, or an
         answer takes more slots than there are. BusyError: a live listener's question that is not to wait, or a queue that is
         full."""
-        self.check()
         for running in asked:
             rows = 1 if running.fork is None else 2
             if self.fixed is not None and rows > self.fixed:
                 raise UserError(f"text assist takes 2 slots, and the engine has {self.fixed}; give it more, or leave it out")
         with self.requests.lock:
-            self.check()  # once more: it may have been closed meanwhile, and nobody would answer
+            self.check()
             for running in asked:
                 if running.pace == "live":
                     self._check_queue(running)
@@ -152,7 +141,7 @@ class Engine:
     def _check_queue(self, running: Running) -> None:
         if running.when_full == "wait" and self.queue is None:
             return
-        before = [*self._intake.waiting, *self.requests.asked]
+        before = self.waiting
         if not (why := self._intake.refusal(running, before)):
             return
         waiting = sum(bool(self._intake.refusal(other, before[:n])) for n, other in enumerate(before))
@@ -161,16 +150,25 @@ class Engine:
         if self.queue is not None and waiting >= self.queue:
             raise BusyError(f"the queue is full ({waiting} of {self.queue} wait): {why}; ask again later", waiting)
 
+    @property
+    def waiting(self) -> list[Running]:
+        """Questions without a slot, in their order."""
+        with self.requests.lock:
+            return [*self._intake.waiting, *self.requests.asked]
+
     def place(self, running: Running) -> int:
         """Place of a question among those that wait, from 1; 0 for one that does not."""
-        with self.requests.lock:
-            waiting = [*self._intake.waiting, *self.requests.asked]
+        waiting = self.waiting
         return waiting.index(running) + 1 if running in waiting else 0
 
     def stop(self, running: Running, wait: bool = True) -> None:
         """Cancel an answer, and wait (or do not) until its rows are free; `running.left` is set then."""
         running.stop()
-        if not self.requests.withdraw(running) and not running.left.is_set():
+        with self.requests.lock:
+            if not running.submitted:
+                running.release()
+                running.left.set()
+        if not running.left.is_set():
             self.requests.end(running)  # at the next step's boundary
             if wait and not self._stepping.worker.here:
                 running.left.wait()
@@ -181,9 +179,8 @@ class Engine:
         """Its present state, and its newest measurements."""
         answers, slots = [*self._batch.answers], self._batch.slots
         with self.requests.lock:
-            waiting = len(self.requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
-            sessions = len(self.requests.seats)
-        return self._recorder.stats(
+            sessions, waiting = len(self.requests.seats), len(self.waiting) + len(self._intake.coming)
+        return self.recorder.stats(
             sessions=sessions,
             active=len(answers),
             live=sum(running.pace == "live" for running in answers),
@@ -197,8 +194,8 @@ class Engine:
         """Whether it could answer a written or transcribed question without delaying anybody: nobody waits or reads, who is
         heard has enough, what is listened to was heard, and a slot is free or idle."""
         with self.requests.lock:
-            coming = len(self.requests.asked) + len(self._intake.waiting) + len(self._intake.coming)
-        slots, answers, slack = self._batch.slots, [*self._batch.answers], self._recorder.slack
+            coming = self.waiting or self._intake.coming
+        slots, answers, slack = self._batch.slots, [*self._batch.answers], self.recorder.slack
         if coming or any(not running.live or not running.exact for running in answers):
             return False
         if any(listen.stream.due for listen in self.requests.listening()):
@@ -215,11 +212,10 @@ class Engine:
         with self.requests.lock:  # nobody asks meanwhile
             if open_sessions := len(self.requests.seats):  # whose rows would be written
                 raise UserError(f"{open_sessions} sessions are open; measure before the first, or close them")
-            return self._known.measure(self._batch.to_measure(), rows or powers_to(self.fixed or MOST), whole=rows is not None)
-
-    def clear_stats(self) -> None:
-        """Forget the measurements so far."""
-        self._recorder.clear()
+            frame = None if rows is not None or self._codec is None else 1 / self._codec.frame_rate
+            measured = measure_steps(self._batch.to_measure(), self._codec, rows or powers_to(self.fixed or MOST), frame)
+        self.recorder.keep(measured)
+        return measured
 
     def drain(self, seconds: float) -> bool:
         """Refuse new questions, and wait until all answers ended, at most that long; returns whether they have."""

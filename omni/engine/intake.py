@@ -27,7 +27,6 @@ from omni.generate.history import Exchange
 from omni.generate.question import FEATURES_NOT_FINITE, Asked, encode_questions, is_finite
 from omni.generate.runner import Fork, Prefill, Runner, pack
 from omni.lora.attach import active_of, selection_of, using
-from omni.model.decoder import Hidden
 from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import finish_queued
 
@@ -89,25 +88,16 @@ class Entering:
         features = [e.features for running in self.answers for e in running.said if e.features is not None]
         packed = pack(model.layout, [running.columns for running in self.answers], features, keeps)
         fork = None if first.fork is None else Fork(first.slots[1], first.fork)
-        self._prefill = Prefill(model, runner.cache, slots, packed, fork)
-
-    @property
-    def left(self) -> int:
-        """Columns of each row that are still to be fed."""
-        return self._prefill.left
+        self.prefill = Prefill(model, runner.cache, slots, packed, fork)
 
     def piece(self, columns: int) -> bool:
-        """Feed up to that many columns of each row; returns whether the rows have started."""
+        """Feed up to that many columns of each row; returns whether the rows have started, from hidden states [B, 1, W] of
+        their prompts' last columns."""
         model = self.runner.model
-        selection = selection_of(model, [running.start.selection for running in self.answers], model.device)
-        with using(selection):
-            hidden = self._prefill.piece(min(columns, self.runner.chunk))
-        if hidden is not None:
-            self._begin(hidden)
-        return hidden is not None
-
-    def _begin(self, hidden: Hidden) -> None:
-        """Start the rows from hidden states [B, 1, W] of their prompts' last columns."""
+        with using(selection_of(model, [running.start.selection for running in self.answers], model.device)):
+            hidden = self.prefill.piece(min(columns, self.runner.chunk))
+        if hidden is None:
+            return False
         slots, starts = [], []
         for running in self.answers:
             running.seat.held.keys = list(running.keys)
@@ -117,10 +107,11 @@ class Entering:
             else:
                 starts += [replace(running.start, partner=running.slots[1]), replace(running.start, audio=False)]
         rows = iter(self.runner.begin(slots, hidden, starts))
-        finish_queued(self.runner.model.device)
+        finish_queued(model.device)
         for running in self.answers:
             running.rows = [next(rows) for _ in running.slots]
             running.known = replace(running.known, prefill=running.clock.seconds)
+        return True
 
 
 LEAST = 32
@@ -188,10 +179,10 @@ class Intake:
             for running in entering.answers:
                 batch.free(running)
             return
-        columns = entering.left
+        columns = entering.prefill.left
         if slack < float("inf"):
             columns = max(-(-LEAST // entering.rows), int(slack / self._column / entering.rows))
-        start, fed = time.perf_counter(), min(columns, entering.left, runner.chunk) * entering.rows
+        start, fed = time.perf_counter(), min(columns, entering.prefill.left, runner.chunk) * entering.rows
         started = entering.piece(columns)
         self._column = _mean(self._column, start, fed)
         if started:
@@ -265,12 +256,6 @@ class Intake:
         if running in self.waiting:
             self.waiting.remove(running)
             self._batch.release(running)
-
-    def cancel(self, seat: Seat) -> None:
-        """Cancel the questions of a conversation."""
-        for running in [running for running in (*self.waiting, *self.coming) if running.seat is seat]:
-            running.stop()
-            self.drop(running)
 
     def clear(self) -> list[Running]:
         """Take all questions away; returns them."""

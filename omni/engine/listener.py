@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from omni.engine.answer import Pace
-from omni.engine.wire import CodedSound, EngineLost
+from omni.engine.answer import CodedSound, Pace, lateness, milestone
+from omni.errors import EngineLost
 from omni.generate.listening import TurnFrames
 from omni.generate.question import Asked
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, TextDelta, Timings
@@ -28,27 +28,17 @@ class Link(ABC):
         every: number of events after which it is told how many were taken.
         remote: whether the engine is in another process.
         lost: why nothing is answered any more; None while the engine lives.
+        answers: take the events that come for them; turns: take what the engine's turn head says of sounds, by number.
+        numbers: that no session, answer or sound of the engine has.
     """
 
     every, remote = EVERY, True
     lost: EngineLost | None = None
 
     def __init__(self) -> None:
-        self._answers: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
-        self._turns: weakref.WeakValueDictionary[int, TurnFrames] = weakref.WeakValueDictionary()
-        self._numbers = count(1)
-
-    def number(self) -> int:
-        """A number that no session, answer or sound of the engine has."""
-        return next(self._numbers)
-
-    def register(self, answer: Listener) -> None:
-        """Give an answer the events that come for it."""
-        self._answers[answer.number] = answer
-
-    def follow(self, sound: int, turn: TurnFrames) -> None:
-        """Give it what the engine's turn head says of a sound."""
-        self._turns[sound] = turn
+        self.answers: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
+        self.turns: weakref.WeakValueDictionary[int, TurnFrames] = weakref.WeakValueDictionary()
+        self.numbers = count(1)
 
     @abstractmethod
     def check(self, session: int) -> None:
@@ -56,7 +46,8 @@ class Link(ABC):
 
     @abstractmethod
     def request(self, name: str, *args: Any) -> Any:
-        """Have something of `omni.engine.conversation.Conversation` done, and wait for the result."""
+        """Start a conversation (`session`), or have a method of `omni.engine.conversation.Conversation` called, or a property
+        read; waits for the result."""
 
     @abstractmethod
     def tell(self, name: str, *args: Any) -> None:
@@ -130,29 +121,18 @@ class Listener:
                 if not self.cancelled:
                     assert not isinstance(event, CodedSound)  # it was decoded on its way
                     self._events.append(event)
-                    self._note(event)
+                    self._known = milestone(self._known, event, self.clock.seconds)
             elif not self.cancelled or event.reason in self._awaited:
                 self.end(event)
             if notify:
                 self.notify()
 
-    def _note(self, event: Event) -> None:
-        if isinstance(event, TextDelta) and self._known.first_text is None:
-            self._known = replace(self._known, first_text=self.clock.seconds)
-        elif isinstance(event, AudioChunk) and self._known.first_audio is None:
-            self._known = replace(self._known, first_audio=self.clock.seconds)
-
-    def decoded(self, start: float, now: float) -> None:
-        """Note that the chunk at `start` was decoded in this process at the time `now`."""
-        if self.pace != "live":
-            return
-        with self.changed:
-            if self._plays is None:
-                self._plays = now
-                return
-            late = now - (self._plays + start)
-            self._plays += max(late, 0.0)
-            self._late.append(late)
+    def decoded(self, start: float) -> None:
+        """Note that the chunk at `start` was decoded in this process."""
+        if self.pace == "live":
+            with self.changed:
+                self._plays, late = lateness(self._plays, start)
+                self._late += [] if late is None else [late]
 
     def fail(self, error: BaseException) -> None:
         with self.changed:

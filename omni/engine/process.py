@@ -6,9 +6,9 @@
     engine.close()
 
 Questions are read, checked and resampled in the process of the clients, and `stop` functions called there, so that the engine's
-process, which has the history, does nothing but answer. The two are joined by one pipe; a thread here takes what comes and
-gives it to the listeners. A live listener's time is measured in the engine's process, from when its sound was ready there, or
-its codes, where the codec decodes anywhere: that is done here (`omni.engine.wire`).
+process, which has the history, does nothing but answer. The two are joined by one pipe; threads here send, and take what comes
+and give it to the listeners. A live listener's time is measured in the engine's process, from when its sound was ready there,
+or its codes, where the codec decodes anywhere: that is done here (`omni.engine.sound`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import inspect
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -35,18 +35,11 @@ from torch import Tensor
 from omni import plugins as plugin_modules
 from omni.checkpoint.places import TOKENIZER
 from omni.codec.registry import load_codec
+from omni.engine.answer import CodedSound
+from omni.engine.child import Item, Outbox, pack, run
 from omni.engine.listener import Link, Listener
-from omni.engine.sound import SoundDecoder
-from omni.engine.wire import (
-    CodedSound,
-    EngineLost,
-    Item,
-    cannot_decode,
-    pack_request,
-    unpack,
-    unpack_error,
-)
-from omni.errors import UserError
+from omni.engine.sound import SoundDecoder, cannot_decode
+from omni.errors import EngineLost
 from omni.generate.options import check_numbers
 from omni.generate.results import AudioChunk, Ended, Timings
 from omni.generate.session import Sessions
@@ -56,44 +49,6 @@ from omni.text import Tokenizer
 from omni.utils.private import disown
 
 LOG = logging.getLogger(__name__)
-
-
-class Sender:
-    """Sends messages of many threads in their order.
-
-    A thread that finds another one sending leaves its message to that one, so that a finalizer, which may run in the middle
-    of a `send`, never waits and never writes into another message.
-    """
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._waiting: deque[bytes] = deque()
-        self._writing = threading.Lock()
-        self._writer = 0
-
-    @property
-    def here(self) -> bool:
-        """Whether the caller runs within a `send` of its own thread, as a finalizer may."""
-        return self._writer == threading.get_ident()
-
-    def send(self, message: bytes) -> None:
-        """Send a message. Where the other process has ended, nothing happens: who reads the pipe notices it."""
-        self._waiting.append(message)
-        while self._waiting and self._writing.acquire(blocking=False):
-            self._writer = threading.get_ident()
-            try:
-                while self._waiting:
-                    self._pipe.send_bytes(self._waiting.popleft())
-            except (OSError, ValueError):  # the other end, or this one, is closed
-                self._waiting.clear()
-            finally:
-                self._writer = 0
-                self._writing.release()
-
-    def close(self) -> None:
-        """Close the pipe, once nobody writes into it."""
-        with self._writing:
-            self._pipe.close()
 
 
 PATIENCE = 10.0
@@ -111,10 +66,6 @@ def how_it_ended(process: Any) -> str:
     name = signal.Signals(-code).name
     memory = ", as where memory runs out" if -code == signal.SIGKILL else ""
     return f"the engine's process {process.pid} was ended by {name}{memory}"
-
-
-OFTEN = 256
-"""Messages between two looks for answers that nobody has any more."""
 
 
 class PipeLink(Link):
@@ -135,10 +86,10 @@ class PipeLink(Link):
         self._changed = threading.RLock()  # guards the replies and `lost`
         self._replies: dict[int, Future[Any]] = {}
         self._said_bye = False
-        self._messages, self.decoding = 0, 0.0
+        self.decoding = 0.0
         self._decoder = decoder
         self._requests = count(1)
-        self._sender = Sender(pipe)
+        self._outbox = Outbox(pipe)
         self.reader = threading.Thread(target=self._read, name="omni-events", daemon=True)
         self.reader.start()
 
@@ -149,16 +100,13 @@ class PipeLink(Link):
             raise EngineLost(*self.lost.args)
 
     def request(self, name: str, *args: Any) -> Any:
-        """See `Link`; within a `send` of this thread nothing is waited for."""
         self.check()
         number, reply = next(self._requests), Future[Any]()
-        message = pack_request(f"what {name!r} was given", (name, number, *args))
-        if self._sender.here:
-            return self.tell(name, *args)
+        message = pack([(name, number, *args)])
         with self._changed:
             self.check()
             self._replies[number] = reply
-        self._sender.send(message)
+        self._outbox.send(message)
         try:
             return reply.result()
         finally:
@@ -167,14 +115,14 @@ class PipeLink(Link):
 
     def tell(self, name: str, *args: Any) -> None:
         if self.lost is None:
-            self._sender.send(pack_request(name, (name, 0, *args)))
+            self._outbox.send(pack([(name, 0, *args)]))
 
     # --- what comes ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:
             while True:
-                items = unpack(self._pipe.recv_bytes())
+                items = pickle.loads(self._pipe.recv_bytes())
                 if self._decoder is not None:
                     self._decode([item[1:] for item in items if item[0] == "events"], self._decoder)
                 for item in items:
@@ -187,32 +135,27 @@ class PipeLink(Link):
         finally:
             self._gone()
 
+    def _listeners(self) -> list[Listener]:
+        """Answers that anybody has; other threads add some meanwhile."""
+        return [answer for reference in self.answers.valuerefs() if (answer := reference()) is not None]
+
     def _decode(self, coming: Sequence[Any], decoder: SoundDecoder[int]) -> None:
         """Decode the coded sound among the events of answers, in their places."""
         start, coded = time.thread_time(), dict[int, tuple[Listener, list[Any], list[CodedSound]]]()
+        decoder.keep({answer.number for answer in self._listeners() if not (answer.cancelled or answer.ended)})
         for number, events in coming:
-            answer = self._answers.get(number)
-            if answer is None or answer.cancelled:
-                decoder.close(number)
-            elif sound := [event for event in events if isinstance(event, CodedSound)]:
+            answer, sound = self.answers.get(number), [event for event in events if isinstance(event, CodedSound)]
+            if sound and answer is not None and not answer.cancelled:
                 coded[number] = answer, events, sound
         sounds = decoder.push({number: [f for event in own for f in event.codes] for number, (_, _, own) in coded.items()})
         self.decoding += time.thread_time() - start if coded else 0.0
-        now = time.perf_counter()
         for number, (answer, events, own) in coded.items():
             for event in own:
-                answer.decoded(event.start, now)
+                answer.decoded(event.start)
             decoded = sounds[number]
             if isinstance(decoded, Exception):
                 answer.stop("error", cannot_decode(decoder.codec, decoded))
-                decoder.close(number)
             events[:] = _with_sound(events, None if isinstance(decoded, Exception) else decoded, decoder.codec.frame_samples)
-        for number, events in coming:
-            if any(isinstance(event, Ended) for event in events):
-                decoder.close(number)
-        self._messages += 1
-        if self._messages % OFTEN == 0:  # of answers that were dropped, nothing comes any more
-            decoder.keep(self._answers)
 
     def _take(self, name: str, number: int = 0, *rest: Any) -> None:
         if name == "bye":
@@ -223,32 +166,31 @@ class PipeLink(Link):
             if reply is not None and name == "reply":
                 reply.set_result(rest[0])
             elif reply is not None:
-                reply.set_exception(unpack_error(*rest))
+                reply.set_exception(rest[0](rest[1]))
         elif name == "turn":
-            if (turn := self._turns.get(number)) is not None:
+            if (turn := self.turns.get(number)) is not None:
                 turn.put(*rest)
-        elif (answer := self._answers.get(number)) is not None:
+        elif (answer := self.answers.get(number)) is not None:
             if name == "events":
                 for event in rest[0]:
                     answer.put(event, notify=event is rest[0][-1])
             elif name == "failed":
-                answer.fail(unpack_error(*rest))
+                answer.fail(rest[0](rest[1]))
             else:
                 answer.where()
 
     def _gone(self) -> None:
         """Tell everybody that the process has ended."""
-        if self._said_bye:
-            lost = EngineLost("this engine is closed; start another one")
-        else:
-            lost = EngineLost(f"{how_it_ended(self._process)}; start another one")
+        why = "this engine is closed" if self._said_bye else how_it_ended(self._process)
+        lost = EngineLost(f"{why}; start another one")
         with self._changed:
             self.lost = lost
             replies, self._replies = [*self._replies.values()], {}
-        self._sender.close()
+        self._outbox.finish()
+        self._pipe.close()
         for reply in replies:
             reply.set_exception(EngineLost(*lost.args))
-        for answer in filter(None, (reference() for reference in self._answers.valuerefs())):
+        for answer in self._listeners():
             try:
                 answer.end(Ended("error", Timings(), str(lost)))
             except Exception:
@@ -270,8 +212,6 @@ def _with_sound(events: Sequence[Any], sound: Tensor | None, frame_samples: int)
 
 def start_process(arguments: Item) -> tuple[Any, Any]:
     """The process, and this process's end of its pipe. Ctrl-C does not reach it, from its first moment on."""
-    from omni.engine.child import run
-
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     process = context.Process(target=run, args=(other, *arguments), name="omni-engine")
@@ -292,14 +232,14 @@ def first_message(pipe: Any, process: Any) -> Item:
     """Waits for what the process says of its model. UserError: the model cannot be loaded. EngineLost: the process ended
     before."""
     try:
-        name, *rest = unpack(pipe.recv_bytes())[0]
+        name, *rest = pickle.loads(pipe.recv_bytes())[0]
     except (EOFError, OSError):
         raise EngineLost(
             f"{how_it_ended(process)} before the model was loaded; what it said is above (a script that starts one "
             'needs if __name__ == "__main__":)'
         ) from None
     if name == "refused":
-        raise unpack_error(*rest)
+        raise rest[0](rest[1])
     return tuple(rest)
 
 
@@ -346,7 +286,10 @@ class EngineProcess(Sessions):
         try:
             config, self.shown, self.codec, sample_rate, frame_rate, portable = first_message(pipe, self._process)
             tokenizer = Tokenizer.from_file(Path(folder) / TOKENIZER)
-            decoder = _decoder(self.codec) if portable else None
+            decoder = SoundDecoder[int](load_codec(self.codec)) if portable else None
+            if decoder is not None:
+                decoder.push({0: [[0] * len(decoder.codec.codebook_sizes)]})  # what is loaded and compiled, nobody waits for
+                decoder.close(0)
         except BaseException:
             pipe.close()
             self._process.kill()
@@ -414,30 +357,7 @@ class EngineProcess(Sessions):
         self.close()
 
 
-def _decoder(name: str) -> SoundDecoder[int]:
-    """The decoder in this process of sound that comes as codes."""
-    try:
-        decoder = SoundDecoder[int](load_codec(name))
-        decoder.push({0: [[0] * len(decoder.codec.codebook_sizes)]})  # what is loaded and compiled, nobody waits for
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"codec {name} cannot decode in this process ({type(error).__name__}: {error})") from error
-    decoder.close(0)
-    return decoder
-
-
 _OPEN: set[EngineProcess] = set()
-
-
-def _close_forked() -> None:
-    """In a process that was forked: the pipe and its reader belong to the one that started the engine."""
-    for engine in _OPEN:
-        engine._closing, engine._link.lost = True, EngineLost("this engine is another process's; start one here")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_forked)
 
 
 @atexit.register

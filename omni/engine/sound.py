@@ -4,6 +4,9 @@ The frames of all rows that a step finished are decoded together, while the next
 
 Where the step computes with several CPU threads and the codec is a network, the stepping thread decodes between two steps:
 beside each other both take longer (0.5B in int8 and SNAC on two cores of an AMD EPYC: 51 ms a frame in turn, 62 ms beside).
+
+What an engine's own process does for one listener's sound delays all others, since its threads share the interpreter's lock. So
+a codec without weights decodes in the clients' process, the sound of all answers of a message in one call.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -19,16 +22,16 @@ import torch
 from torch import Tensor
 
 from omni.codec.base import AudioCodec
-from omni.engine.answer import Running
+from omni.engine.answer import CodedSound, Running
 from omni.engine.stats import Recorder
-from omni.engine.wire import CodedSound, cannot_decode
 from omni.engine.worker import Worker
-from omni.generate.results import AudioChunk, Ended, Reason
+from omni.generate.results import Ended, Event, Reason
 from omni.generate.rows import StepOutput
 
 K = TypeVar("K", bound=Hashable)
 
-Outputs = list[tuple[Running, StepOutput]]
+Outputs = list[tuple[Running, StepOutput | Reason]]
+"""What answers wrote in a step; the reason of an answer's end comes after its last output."""
 
 BEFORE = 3
 """Steps that a live listener's first sound lasts at least where others speak, up to two frames: it plays at once, and the next
@@ -36,6 +39,16 @@ may be delayed by somebody's question."""
 
 FIRST = 0.08
 """Seconds that it lasts at least then, up to two frames as well: a thread of a busy machine waits for its core now and then."""
+
+
+def is_portable(codec: AudioCodec) -> bool:
+    """Whether clients of another process decode: a codec says so, and needs no later frame for a frame's samples."""
+    return codec.portable and codec.exact_samples(1) == codec.frame_samples
+
+
+def cannot_decode(codec: AudioCodec, error: Exception) -> str:
+    """Error text of an answer whose codes the codec refuses."""
+    return f"codec {codec.name} cannot decode the answer ({error}); generate([...], sound=False) gives its codes"
 
 
 class SoundDecoder(Generic[K]):
@@ -93,7 +106,7 @@ class SoundThread:
     def __init__(self, finished: Callable[[Running], None], recorder: Recorder) -> None:
         self._recorder = recorder
         self._finish = weakref.WeakMethod(finished)
-        self._work: deque[Outputs | tuple[Running, Reason]] = deque()
+        self._work: deque[Outputs] = deque()
         self._decoders: dict[AudioCodec, SoundDecoder[Running]] = {}
         self._held: dict[Running, Tensor] = {}  # first sounds that do not last long enough yet
         self._coded: dict[Running, list[list[int]]] = {}  # the same of those that are decoded elsewhere
@@ -102,19 +115,13 @@ class SoundThread:
         self._worker = Worker("omni-sound", self._turn)
         self.stop = self._worker.stop
 
-    def put(self, outputs: Outputs, step: float) -> None:
-        """Take the outputs of a step, from the stepping thread, and the seconds that one takes; 0 where nobody else speaks."""
-        self._step = step
-        self._take(outputs, [running for running, _ in outputs])
-
-    def end(self, running: Running, reason: Reason) -> None:
-        """Take the end of an answer, after its last output; the reason counts where its text and sound gave none."""
-        self._take((running, reason), [running])
-
-    def _take(self, work: Outputs | tuple[Running, Reason], of: Sequence[Running]) -> None:
-        self._work.append(work)
-        codecs = {running.codec for running in of} - {None}
-        if torch.get_num_threads() > 1 and any(c.takes_threads and c.device.type == "cpu" for c in codecs if c is not None):
+    def put(self, outputs: Outputs, step: float | None = None) -> None:
+        """Take outputs, and the seconds that a step takes, 0 where nobody else speaks; from the stepping thread. The reason of
+        an end counts where text and sound gave none."""
+        self._step = self._step if step is None else step
+        self._work.append(outputs)
+        codecs = [running.codec for running, _ in outputs if running.codec is not None]
+        if torch.get_num_threads() > 1 and any(c.takes_threads and c.device.type == "cpu" for c in codecs):
             while self._next():
                 pass
         else:
@@ -133,22 +140,22 @@ class SoundThread:
         """Do a piece of work; returns whether there was one."""
         with self._order:
             try:
-                work = self._work.popleft()
+                outputs = self._work.popleft()
             except IndexError:
                 return False
             try:
-                if isinstance(work, tuple):
-                    self._end(*work)
-                else:
-                    self._write(work)
+                self._write(outputs)
             except Exception as error:  # a fault of ours, or a lack of memory: nobody waits for what does not come
-                for running in [work[0]] if isinstance(work, tuple) else [running for running, _ in work]:
+                for running, _ in outputs:
                     self._raise(running, error)
             return True
 
     def _write(self, outputs: Outputs) -> None:
         sounding: dict[AudioCodec, dict[Running, list[list[int]]]] = {}
         for running, output in outputs:
+            if isinstance(output, str):
+                self._end(running, output)
+                continue
             reply = running.reply
             with running.changed:
                 if running.cancelled or running.over:
@@ -194,13 +201,13 @@ class SoundThread:
         seconds = max(BEFORE * self._step, FIRST) if self._step else 0.0
         return min(round(seconds * codec.sample_rate), 2 * codec.frame_samples)
 
-    def _sounded(self, running: Running, chunk: AudioChunk | CodedSound) -> None:
-        """Give the listener a chunk, and note when it came, unless its process does; `changed` is held."""
-        first, late = running.known.first_audio is None, running.put(chunk)
+    def _sounded(self, running: Running, event: Event | CodedSound) -> None:
+        """Give the listener what came of its sound, and note when, unless its process does; `changed` is held."""
+        waits, late = running.known.first_audio is None, running.put(event)
         if late is not None and not running.coded:
-            self._recorder.sounded(late)
-        elif first and running.pace == "live":
-            self._recorder.began(running.known.first_audio or 0.0)
+            self._recorder.note(late=[late])
+        elif waits and running.known.first_audio is not None and running.pace == "live":
+            self._recorder.note(first_audio=[running.known.first_audio])
 
     def _play(self, running: Running, sound: Tensor | Exception, last: bool = False) -> None:
         """Give the listener a sound, or end the answer whose codec failed."""
@@ -211,22 +218,15 @@ class SoundThread:
         elif isinstance(sound, Exception):
             running.reply.fail(cannot_decode(codec, sound))
         else:
-            if running.live and running.plays is None:
-                sound = self._begun(running, sound, 0.0 if last else self._least(codec))
+            if running.live and running.plays is None:  # its first sound is held until it lasts long enough
+                sound = torch.cat([self._held.pop(running, sound[:0]), sound])
+                if not last and len(sound) < self._least(codec):
+                    self._held[running], sound = sound, sound[:0]
             with running.changed:
                 if not sound.shape[0]:
                     running.outlet.notify()
-                for chunk in running.reply.sound(sound):
-                    self._sounded(running, chunk)
-
-    def _begun(self, running: Running, sound: Tensor, least: float) -> Tensor:
-        """A live listener's first sound with the next one, or nothing while both have less than the least number of samples."""
-        held = self._held.pop(running, None)
-        sound = sound if held is None else torch.cat([held, sound])
-        if len(sound) >= least:
-            return sound
-        self._held[running] = sound
-        return sound[:0]
+                for event in running.reply.sound(sound):
+                    self._sounded(running, event)
 
     def _raise(self, running: Running, error: BaseException) -> None:
         running.fail(error)
@@ -247,7 +247,7 @@ class SoundThread:
         self._coded.pop(running, None)
         if decoder is not None:
             decoder.close(running)
-        self._recorder.ended()
+        self._recorder.note(answers=1)
         with running.changed:
             if not running.cancelled and running.failure is None:
                 running.put(Ended(reply.reason or reason, running.timings(), reply.error))

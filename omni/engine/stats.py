@@ -17,15 +17,15 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.config import to_dict
@@ -60,55 +60,18 @@ class StepCost(NamedTuple):
     cpu: float
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """Costs of a step by its number of rows, at least one."""
+class StepCosts(dict[int, StepCost]):
+    """Costs of a step by its number of rows."""
 
-    by_rows: Mapping[int, StepCost]
-
-    def seconds(self, rows: float) -> float:
-        """Seconds of a step of that many rows, between and beyond the measured ones in a line."""
-        return self._line(rows, 0)
-
-    def cpu(self, rows: float) -> float:
-        """CPU seconds of a step of that many rows, in the same way."""
-        return self._line(rows, 1)
-
-    def _line(self, rows: float, field: int) -> float:
-        known = sorted(self.by_rows)
-        rising = np.maximum.accumulate([self.by_rows[number][field] for number in known])
+    def at(self, rows: float) -> StepCost:
+        """The cost of a step of that many rows, between and beyond the measured ones in a line; more rows cost no less."""
+        known = sorted(self)
+        costs = np.maximum.accumulate([self[number] for number in known])  # [N, 2]
         if rows <= known[-1]:
-            return float(np.interp(rows, known, rising))
-        if len(known) == 1:
-            return float(rising[0]) * rows / known[0]
-        slope = (rising[-1] - rising[-2]) / (known[-1] - known[-2])
-        return float(rising[-1] + slope * (rows - known[-1]))
-
-
-class KnownCosts:
-    """The costs that an engine knows: its own measurement, or else what was kept, which is read when it is first asked for."""
-
-    def __init__(self, model: SpeechModel, codec: AudioCodec | None) -> None:
-        self._model, self._codec = model, codec
-        self._costs: StepCosts | None = None
-        self._read = False
-
-    @property
-    def costs(self) -> StepCosts | None:
-        """None where nothing is known."""
-        if not self._read:
-            self._costs, self._read = load_costs().get(measured_of(self._model, self._codec)), True
-        return self._costs
-
-    def measure(self, runner: Runner, rows: Sequence[int], whole: bool) -> StepCosts:
-        """Measure with a runner without answers under way (all numbers of rows, or those that are in real time and one more),
-        keep the result, and return it."""
-        frame = None if whole or self._codec is None else 1 / self._codec.frame_rate
-        measured = measure_steps(runner, self._codec, rows, frame)
-        key, kept = measured_of(self._model, self._codec), load_costs()
-        self._costs, self._read = StepCosts({**kept.get(key, StepCosts({})).by_rows, **measured.by_rows}), True
-        keep_costs({**kept, key: self._costs})
-        return measured
+            return StepCost(*(float(np.interp(rows, known, column)) for column in costs.T))
+        number, cost = (known[-2], costs[-2]) if len(known) > 1 else (0, 0.0)
+        beyond = (rows - known[-1]) / (known[-1] - number)
+        return StepCost(*(costs[-1] + beyond * (costs[-1] - cost)).tolist())
 
 
 def powers_to(most: int) -> list[int]:
@@ -126,39 +89,38 @@ def measure_steps(runner: Runner, codec: AudioCodec | None, rows: Iterable[int],
         runner: without answers under way; it grows where it has fewer rows.
         most: seconds; the first number of rows that takes longer is the last.
     """
-    costs: dict[int, StepCost] = {}
+    costs = StepCosts()
     with ThreadPoolExecutor(1, "omni-measure") as beside:
         for number in sorted(set(rows)):
             if number > len(runner.rows):
                 runner.grow(number, runner.length)
-            runner.warm_up(_starts(runner, number))
-            costs[number] = _measure(runner, codec, number, beside)
+            middle = max(0, min(runner.length // 2, runner.length - STEPS - 4))
+            starts = [Start(True, True, middle, (GREEDY,) * len(runner.layout))] * number
+            runner.warm_up(starts)
+            costs[number] = _measure(runner, codec, starts, beside)
             if most is not None and costs[number].seconds > most:
                 break
-    return StepCosts(costs)
-
-
-def _starts(runner: Runner, number: int) -> list[Start]:
-    middle = max(0, min(runner.length // 2, runner.length - STEPS - 4))
-    return [Start(True, True, middle, (GREEDY,) * len(runner.layout))] * number
+    return costs
 
 
 @torch.inference_mode()
-def _measure(runner: Runner, codec: AudioCodec | None, number: int, beside: ThreadPoolExecutor) -> StepCost:
-    norm = runner.model.decoder.norm.weight
+def _measure(runner: Runner, codec: AudioCodec | None, starts: Sequence[Start], beside: ThreadPoolExecutor) -> StepCost:
+    number, norm = len(starts), runner.model.decoder.norm.weight
     hidden = norm.new_zeros(number, 1, norm.shape[0])
-    rows = runner.begin(range(number), Hidden(hidden, hidden), _starts(runner, number))
+    rows = runner.begin(range(number), Hidden(hidden, hidden), starts)
     batch = None if codec is None else codec.batch()
     streams = [batch.open() for _ in rows] if batch is not None else []
-    frames = _frames(codec, number)
+    generator = torch.Generator().manual_seed(0)  # a codec may take longer for sound than for silence
+    sizes = () if codec is None else codec.codebook_sizes
     taken, cpu = [], 0.0
     try:
         runner.results(flush=True)
         for step in range(2 + STEPS):
             for row in rows:  # what garbage says is not to end them
                 row.done, row.needs_text, row.needs_audio = False, True, True
+            codes = [torch.randint(size, (number, 1), generator=generator) for size in sizes]
             start, used = time.perf_counter(), time.process_time()
-            sound = None if batch is None else beside.submit(batch.push, streams, next(frames))
+            sound = None if batch is None else beside.submit(batch.push, streams, torch.stack(codes, dim=1))
             runner.step(rows)
             runner.results(flush=True)
             if sound is not None:
@@ -170,17 +132,7 @@ def _measure(runner: Runner, codec: AudioCodec | None, number: int, beside: Thre
         for row in rows:
             runner.leave(row)
         runner.results(flush=True)
-        if batch is not None:
-            for stream in streams:
-                batch.close(stream)
     return StepCost(statistics.median(taken), cpu / STEPS)
-
-
-def _frames(codec: AudioCodec | None, number: int) -> Iterator[Tensor]:
-    """Frames [N, K, 1] of random codes, without end: a codec may take longer for sound than for silence."""
-    generator = torch.Generator().manual_seed(0)
-    while codec is not None:
-        yield torch.stack([torch.randint(n, (number, 1), generator=generator) for n in codec.codebook_sizes], dim=1)
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------------
@@ -213,17 +165,6 @@ def load_costs() -> dict[str, StepCosts]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         LOG.warning("%s is left out: %s; engine.measure() replaces it", path, " ".join(str(error).split()) or repr(error))
         return {}
-
-
-def keep_costs(costs: Mapping[str, StepCosts]) -> None:
-    """Keep measurements for the next start. Of two that write at once the last stays, whole; a folder that cannot be written is
-    told."""
-    path = costs_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {key: step.by_rows for key, step in sorted(costs.items())}, indent=None)
-    except (OSError, UserError) as error:
-        LOG.warning("measured steps are not kept, %s cannot be written: %s", path, error)
 
 
 WINDOW = 4096
@@ -291,12 +232,32 @@ class EngineStats:
 
 
 class Recorder:
-    """Collects what the threads of an engine measure. `known`: costs of steps that were measured before."""
+    """Collects what the threads of an engine measure.
 
-    def __init__(self, known: KnownCosts | None = None) -> None:
-        self.known = known
+    Args:
+        key: gives the key of its model's measurements (`measured_of`).
+    """
+
+    def __init__(self, key: Callable[[], str] = str) -> None:
+        self._key = key
         self._lock = threading.Lock()
         self.clear()
+
+    @cached_property
+    def known(self) -> StepCosts | None:
+        """Costs of steps that were measured before, here or at an earlier start; read when they are first asked for."""
+        return load_costs().get(self._key())
+
+    def keep(self, measured: StepCosts) -> None:
+        """Keep costs for the next start. Of two that write at once the last stays, whole; a folder that cannot be written is
+        logged."""
+        kept, path, key = load_costs(), costs_file(), self._key()
+        self.known = kept[key] = StepCosts({**kept.get(key, {}), **measured})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, dict(sorted(kept.items())), indent=None)
+        except (OSError, UserError) as error:
+            LOG.warning("measured steps are not kept, %s cannot be written: %s", path, error)
 
     def clear(self) -> None:
         """Forget all that was measured."""
@@ -314,26 +275,17 @@ class Recorder:
             self.steps += 1
             self.step.append((rows, seconds))
 
-    def heard(self, seconds: float) -> None:
-        """Note the seconds of a piece of a question whose sound is coming."""
+    def note(
+        self, late: Sequence[float] = (), first_audio: Sequence[float] = (), answers: int = 0, hearing: float = 0.0
+    ) -> None:
+        """Add to the figures: seconds by which live listeners' chunks were ready (of coded sound, decoded) after they were due,
+        seconds to their first sounds, answers that ended, and seconds of a piece of a question whose sound is coming."""
         with self._lock:
-            self.hearing += seconds
-
-    def sounded(self, late: float) -> None:
-        """Note by how many seconds a live listener's chunk was ready after it was due; of coded sound, decoded."""
-        with self._lock:
-            self._chunks += 1
-            self.lateness.append(late)
-            self.underruns += late > 0
-
-    def began(self, seconds: float) -> None:
-        """Note the seconds to a live listener's first sound."""
-        with self._lock:
-            self.first_audio.append(seconds)
-
-    def ended(self) -> None:
-        with self._lock:
-            self.answers += 1
+            self._chunks += len(late)
+            self.lateness += late
+            self.underruns += sum(seconds > 0 for seconds in late)
+            self.first_audio += first_audio
+            self.answers, self.hearing = self.answers + answers, self.hearing + hearing
 
     def _judge(self, name: str, judge: Callable[[list[Any]], R], number: int, values: Collection[Any], least: int) -> R | None:
         """What is judged of the newest values, as it was `AGAIN` of them ago at most; None before there are `least`.
@@ -360,10 +312,10 @@ class Recorder:
     def step_seconds(self, rows: int) -> tuple[float, float]:
         """Seconds of a step of that many rows, and of the last of them; 0 where nothing is known."""
         cost, most = self.cost(), self._judge("most", lambda steps: max(n for n, _ in steps), self.steps, self.step, 1) or 0
-        known = None if self.known is None else self.known.costs
+        known = self.known
         if known is not None and (cost is None or 2 * most < rows):
-            step = known.seconds(rows)
-            return step, max(step - known.seconds(rows - 1), 0.0)
+            step = known.at(rows).seconds
+            return step, max(step - known.at(rows - 1).seconds, 0.0)
         fixed, each = cost or (0.0, 0.0)
         return fixed + each * rows, each
 

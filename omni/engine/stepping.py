@@ -1,8 +1,8 @@
 """The stepping thread: takes clients' `Requests` between two steps, and decides what comes next.
 
 Deadlines belong to listeners. A listener who has heard nothing yet, or only the first frames, is served at once, as is one who
-holds less than `low` frames: two, or as many as sound for 0.16 s, for which a thread of a busy machine may well have to wait
-for its core. When somebody is low, rows that hold less than `high` come along, until most hold so much; then all rest until
+holds less than `LOW` frames: two, or as many as sound for 0.16 s, for which a thread of a busy machine may well have to wait
+for its core. When somebody is low, rows that hold less than `HIGH` come along, until most hold so much; then all rest until
 somebody is low again, so that rows stay together, and the time between belongs to questions that come in. Answers that nobody
 plays (a program reads them) are written whenever nothing else is due.
 """
@@ -24,7 +24,6 @@ from omni.engine.intake import Intake
 from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
-from omni.errors import UserError
 from omni.generate.listening import FeatureStream
 from omni.utils.hardware import release_threads
 
@@ -82,11 +81,6 @@ class Requests:
                 self.refills.pop(listen.seat, None)
                 self._hand_over()
 
-    def came(self, stream: FeatureStream) -> None:
-        """Note that sound came for a question that is listened to."""
-        if stream.due and not self.closed:
-            self.wake()
-
     def listening(self) -> list[Listen]:
         """The questions that are listened to, in their order; those that nobody wants any more are dropped."""
         with self.lock:
@@ -105,15 +99,6 @@ class Requests:
             if self.listens.get(listen.seat) is listen:
                 self.listens[listen.seat] = self.listens.pop(listen.seat)
 
-    def withdraw(self, running: Running) -> bool:
-        """Let a question go that was not asked yet; returns whether it was not."""
-        with self.lock:
-            if running.submitted:
-                return False
-            running.release()
-            running.left.set()
-            return True
-
     def end(self, running: Running) -> None:
         """Have an answer end."""
         with self.lock:
@@ -126,38 +111,19 @@ class Requests:
             self.listens.pop(seat, None)
             self.vacated.append(seat)
             self.seats.discard(seat)
-        if not self.closed:
-            self.wake()
+        self.wake()
 
 
 TOLD = AHEAD // 4
 """Time steps of which the listener in another process may not have told yet that it has read them."""
 
 
-@dataclass(frozen=True)
-class Watermarks:
-    """Frames of sound that live listeners hold.
+LOW, HIGH = 2.0, 8.0
+"""Frames of sound that live listeners hold: a row whose listener holds less than the first is stepped at once, and one whose
+listener holds more than the second rests."""
 
-    Attributes:
-        low: a row whose listener holds less is stepped at once.
-        high: a row whose listener holds more rests.
-        least: seconds that `low` stands for at least, for frames that are short; `high` is raised by as many frames.
-    """
-
-    low: float = 2.0
-    high: float = 8.0
-    least: float = 0.16
-
-    def __post_init__(self) -> None:
-        if not 0 < self.low < self.high:
-            raise UserError(f"watermarks: low is {self.low} and high is {self.high}; low must be above 0 and below high")
-        if not self.least >= 0:
-            raise UserError(f"watermarks: least is {self.least}; it must be a number of seconds from 0 on")
-
-    def at(self, frame_rate: float) -> tuple[float, float]:
-        """Both marks in frames, of which as many sound a second."""
-        low = max(self.low, self.least * frame_rate)
-        return low, self.high + low - self.low
+LEAST = 0.16
+"""Seconds that `LOW` stands for at least, for frames that are short; `HIGH` is raised by as many frames."""
 
 
 @dataclass
@@ -188,7 +154,7 @@ class Due:
     late: bool = False
 
 
-def choose(answers: Iterable[Running], now: float, marks: Watermarks, unread: float = UNREAD) -> Due:
+def choose(answers: Iterable[Running], now: float, unread: float = UNREAD) -> Due:
     """Sort the answers whose rows have started by what their listeners hold at the time `now` of `time.perf_counter`.
     `unread`: seconds of sound that a live listener may leave unread, besides what is written ahead of it."""
     due, least = Due(), float("inf")
@@ -197,13 +163,15 @@ def choose(answers: Iterable[Running], now: float, marks: Watermarks, unread: fl
             whole = running.pace == "whole" or (running.ahead < AHEAD and not running.resting)
             (due.read if whole else due.behind).append(running)
             continue
-        low, high = marks.at(running.frame_rate)
-        if running.unread > high + TOLD + unread * running.frame_rate:
+        low = max(LOW, LEAST * running.frame_rate)
+        high = HIGH + low - LOW
+        if running.processed - running.read > high + TOLD + unread * running.frame_rate:
             due.lost.append(running)
         elif running.plays is None and not running.exact:
             due.new.append(running)
         else:
-            held = running.exact if running.plays is None else running.held(now, running.exact)  # it is about to play
+            played = 0.0 if running.plays is None else now - running.plays  # 0 for one that is about to play
+            held = running.exact - played * running.frame_rate  # frames
             due.late |= held <= 0
             if running.exact <= low or running.plays is None:
                 due.new.append(running)
@@ -231,7 +199,7 @@ class SteppingThread:
 
     Args:
         requests: of clients.
-        marks, patience: as for `omni.engine.engine.Engine`.
+        patience: as for `omni.engine.engine.Engine`.
     """
 
     def __init__(
@@ -240,12 +208,10 @@ class SteppingThread:
         batch: EngineBatch,
         intake: Intake,
         recorder: Recorder,
-        marks: Watermarks,
         patience: float | None,
     ) -> None:
         self._requests, self._batch, self._intake, self._recorder = requests, batch, intake, recorder
-        self._marks, self._patience = marks, patience
-        self._unread = UNREAD if patience is None else patience
+        self._patience, self._unread = patience, UNREAD if patience is None else patience
         self._steps = self._unfed = 0  # since a piece of a question, and since one that was fed ahead
         self._filling = False
         self.worker = Worker("omni-engine", self._turn)
@@ -265,15 +231,19 @@ class SteppingThread:
         """One piece of work between two boundaries; see `Worker`."""
         try:
             return self._work()
-        except BaseException as error:  # of all that are under way, since the rows' state is not known
-            self._fail(error)
+        except BaseException as error:  # of all that are under way, since the rows' state is not known; the cache is made again
+            under: list[Running] = [*self._batch.answers, *self._intake.clear()]
+            self._batch.forget()
+            for running in under:
+                running.fail(error)
+                self._batch.release(running, "error")
             return 0.0
 
     def _work(self) -> float | None:
         batch, intake = self._batch, self._intake
         self._take()
         intake.place()
-        due = choose(batch.answers, time.perf_counter(), self._marks, self._unread)
+        due = choose(batch.answers, time.perf_counter(), self._unread)
         unknown = not all([running.rest() for running in due.behind])
         self._recorder.slack = None if due.slack == float("inf") else due.slack
         wait = self._give_up(due)
@@ -335,7 +305,7 @@ class SteppingThread:
         for listen in every:
             if self._intake.listen(listen, [other.seat for other in every], slack):
                 self._requests.later(listen)
-                self._recorder.heard(time.perf_counter() - start)
+                self._recorder.note(hearing=time.perf_counter() - start)
                 return True
         return False
 
@@ -373,10 +343,11 @@ class SteppingThread:
 
     def _empty(self, seat: Seat) -> None:
         """Free a conversation's slot; an answer that nobody waits for any more is cancelled first."""
-        self._intake.cancel(seat)
-        for running in [running for running in self._batch.answers if running.seat is seat]:
+        intake, batch = self._intake, self._batch
+        for running in [each for each in (*intake.waiting, *intake.coming, *batch.answers) if each.seat is seat]:
             running.stop()
-            self._batch.end(running, "cancelled")
+            if not batch.end(running, "cancelled"):
+                intake.drop(running)
         if seat.busy:  # once it has come in
             self._requests.vacated.append(seat)
         else:
@@ -400,11 +371,3 @@ class SteppingThread:
     def _unheard(self, running: Running, seconds: float) -> None:
         running.reply.fail(f"nobody has read this answer for {seconds:g} s; ask again, and read its events")
         self._batch.end(running, "error")
-
-    def _fail(self, error: BaseException) -> None:
-        """Give everybody who is under way the error; the cache is made again."""
-        under: list[Running] = [*self._batch.answers, *self._intake.clear()]
-        self._batch.forget()
-        for running in under:
-            running.fail(error)
-            self._batch.release(running, "error")

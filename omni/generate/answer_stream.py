@@ -30,7 +30,7 @@ def joined(events: Iterable[Event]) -> tuple[str, Tensor, Ended]:
             text.append(event.text)
         elif isinstance(event, AudioChunk):
             sound.append(event.samples)
-        else:
+        elif isinstance(event, Ended):
             return "".join(text), torch.cat(sound), event
     return "".join(text), torch.cat(sound), Ended("cancelled", Timings())
 

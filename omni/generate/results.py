@@ -314,7 +314,7 @@ class Reply:
         """Number of tokens of text among the first columns."""
         return self._tokens[min(column, len(self._tokens)) - 1] if column and self._tokens else 0
 
-    def sound(self, samples: Tensor) -> list[AudioChunk]:
+    def sound(self, samples: Tensor) -> list[Event]:
         """The chunk of the next samples [S] that became exact; none of no samples."""
         count = samples.shape[0]
         if not count:

@@ -27,8 +27,7 @@ from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
 from omni.engine.answer import Pace, WhenFull, check_pace
 from omni.engine.listener import Link, Listener
-from omni.engine.wire import EngineLost
-from omni.errors import UserError
+from omni.errors import EngineLost, UserError
 from omni.generate.answer_stream import AnswerStream, joined
 from omni.generate.listening import TurnFrames
 from omni.generate.messages import History, Message
@@ -89,7 +88,7 @@ class Session:
         state = "closed"
         if not self._closed:
             try:
-                state = self._link.request("read", self.number, "shown")
+                state = self._link.request("shown", self.number)
             except EngineLost:
                 state = "lost"
         return f"Session({state})"
@@ -192,7 +191,7 @@ class Session:
             self.check()
             self.commit()  # once more: another thread may have asked meanwhile
             own = (seed, clock or Clock(), self._pace, rate, self._stop_when)
-            self._last = answer = Listener(link, self.number, link.number(), asked, *own)
+            self._last = answer = Listener(link, self.number, next(link.numbers), asked, *own)
         return answer
 
     def begin(self, answer: Listener, message: str = "ask") -> Any:
@@ -204,7 +203,7 @@ class Session:
             asked = replace(asked, heard=heard, clip=asked.clip if heard is None else None)
         if not answer.start():  # it was cancelled meanwhile
             return None
-        self._link.register(answer)
+        self._link.answers[answer.number] = answer
         try:
             if self._link.remote and asked.clip is not None:  # as far as that delays nobody else's sound
                 asked = replace(asked, prepared=self.config.encoder.prepare(asked.clip))
@@ -225,9 +224,9 @@ class Session:
         model's turn head says of its frames."""
         if self.config.encoder.chunk_samples is None:
             return None
-        number = self._link.number()
+        number = next(self._link.numbers)
         if turn is not None:
-            self._link.follow(number, turn)
+            self._link.turns[number] = turn
         self._link.request("listen", self.number, number, task.name, turn is not None)
         self._sound = number
         return number
@@ -303,7 +302,7 @@ class Session:
             last = self._last
             if last is None or only not in (None, last):
                 return
-            self._end(last, "interrupt", played_seconds, shown_characters)
+            self._end(last, "settle", played_seconds, shown_characters)
 
     def withdraw(self, answer: Listener) -> None:
         """Continue as if a question had not been asked."""
@@ -344,26 +343,26 @@ class Session:
     @property
     def place(self) -> int:
         """Place of the last question among those that wait for room, from 1; 0 for one that does not wait."""
-        position: int = self._link.request("read", self.number, "place")
+        position: int = self._link.request("place", self.number)
         return position
 
     @property
     def history(self) -> list[Message]:
         """The questions and the delivered part of their answers, to read, or to start another session with; an answer under way
         and its question are not among them."""
-        messages: list[Message] = self._link.request("read", self.number, "history")
+        messages: list[Message] = self._link.request("history", self.number)
         return messages
 
     @property
     def last_answer(self) -> Message | None:
         """The newest answer of the history, as far as it was delivered; None in a new conversation."""
-        message: Message | None = self._link.request("read", self.number, "last_answer")
+        message: Message | None = self._link.request("last_answer", self.number)
         return message
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The history as ids, the first turn with the system message."""
-        turns: tuple[Turn, ...] = self._link.request("read", self.number, "turns")
+        turns: tuple[Turn, ...] = self._link.request("turns", self.number)
         return tuple(replace(turn, task=find_task(turn.task)) for turn in turns)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -421,10 +420,6 @@ class Sessions:
     def layout(self) -> Layout:
         return self.config.layout
 
-    def _start(self, number: int, values: dict[str, Any]) -> None:
-        """Start a conversation in the engine: `values` are the keywords of `session`, without a `stop` that is a function."""
-        self._link.request("session", number, values)
-
     def _session_of(
         self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull
     ) -> Session:
@@ -434,8 +429,9 @@ class Sessions:
             values = {name: value for name, value in values.items() if name != "stop"}
         if isinstance(history, (str, os.PathLike)):
             history = os.path.abspath(history)
-        number = self._link.number()
-        self._start(number, {"context": context, "history": history, "pace": pace, "when_full": when_full, **values})
+        number = next(self._link.numbers)
+        own = {"context": context, "history": history, "pace": pace, "when_full": when_full}
+        self._link.request("session", number, {**own, **values})
         return Session(self, number, pace, stop)
 
     def session(

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -92,7 +93,7 @@ class SpeechLM(Sessions):
                 f"{layout.codebook_sizes}; use the codec that the model was made with"
             )
         rates = (0, 0.0) if codec is None else (codec.sample_rate, codec.frame_rate)
-        super().__init__(LocalLink(), model.config, tokenizer, *rates)
+        super().__init__(LocalLink(weakref.proxy(self)), model.config, tokenizer, *rates)
         self.model, self.codec = model, codec
         self.speech_time = speech_time or SpeechTime()
         self._graph, self._compile = graph, compile
@@ -205,9 +206,6 @@ class SpeechLM(Sessions):
         remove_adapter(self.model, name)
         LOG.info("adapter %r was removed", name)
 
-    def _start(self, number: int, values: dict[str, Any]) -> None:
-        self._link.add(number, self.conversation(**values))
-
     def conversation(
         self, *, context: int | None, history: History | None, pace: Pace, when_full: WhenFull, **values: Any
     ) -> Conversation:
@@ -283,7 +281,7 @@ class SpeechLM(Sessions):
 
             def session_of(n: int) -> tuple[Session, Listener]:
                 whole = replace(options, adapter=adapters[n], seed=seeds[n], system=systems[n])
-                number = self._link.number()
+                number = next(self._link.numbers)
                 self._link.add(number, self._conversation(whole, context=room, edits=names[n], pace="whole", sound=sound))
                 session = Session(self, number, "whole", options.stop_when, sound)
                 return session, session.lay_out(asked[n])

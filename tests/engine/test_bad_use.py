@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,33 +14,10 @@ from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
 
-FORK = """
-import os, sys
-from omni.engine.process import EngineProcess
-if __name__ == "__main__":
-    session = EngineProcess(sys.argv[1], threads=1, plugins=["tests.engine.echo"]).session(max_seconds=70.0)
-    events = session.ask("go on", "T1A2")
-    print(next(events) is not None, flush=True)
-    if (child := os.fork()) == 0:
-        sys.exit(7)  # the iterator and the session end here, too
-    print(os.waitpid(child, 0)[1] >> 8, next(events) is not None, flush=True)
-"""
-
 
 @pytest.fixture
 def lm() -> SpeechLM:
     return make_lm(LAYOUTS["pad"], context=2000)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_forked_process_ends_and_leaves_the_answers_to_its_parent(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "client.py").write_text(FORK)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "client.py"), str(saved)],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert not done.stderr and done.stdout.splitlines() == ["True", "7 True"]
 
 
 def test_a_session_of_a_closed_engine_is_told(lm: SpeechLM) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from omni.engine.answer import CodedSound
 from omni.engine.process import EngineProcess, _with_sound
 from omni.engine.sound import SoundDecoder
-from omni.engine.wire import CodedSound
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.engine.test_process import LONG, play_alike, told

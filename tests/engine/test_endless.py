@@ -172,7 +172,7 @@ def test_a_ring_of_a_window_too(layout: Layout, idle: Callable[[], None]) -> Non
     def held(wait: bool) -> list[tuple[int, ...]]:
         lm._engine = Engine(lm.model, slots=1)
         lm._engine._batch.runner = Runner(lm.model, 1, ROW, chunk=16)
-        lm._engine._batch.slots.grow(1)
+        lm._engine._batch.slots.holders.append(None)
         assert lm._engine.runner.cache.ring
         return talk(lm, 9, wait)
 

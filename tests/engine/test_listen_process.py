@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
-from omni.engine.child import Child
+from omni.engine.child import Child, pack
 from omni.engine.process import EngineProcess, PipeLink
 from omni.errors import UserError
 from omni.generate.session import Session, Sessions
@@ -125,6 +125,12 @@ class Here(Sessions):
         super().__init__(link, lm.config, lm.tokenizer, lm.sample_rate, lm.frame_rate)
 
 
+def packed(items: Any) -> bytes:
+    message = pack(items)
+    assert len(message) < 2000
+    return message
+
+
 def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int]) -> None:
     lm = listener()
     here = Here(lm)
@@ -143,7 +149,7 @@ def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int])
                 assert time.monotonic() < end
                 time.sleep(0.001)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("omni.engine.wire.LARGEST", 2000)  # bytes of a message
+                patch.setattr("omni.engine.process.pack", packed)
                 session.ask(listening).answer()
             assert left[-1] <= CHUNK + 2
             assert all(talk._hears is None for talk in here.child.conversations.values())

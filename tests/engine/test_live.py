@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from omni.engine import intake, sound
+from omni.engine import intake, sound, stepping
 from omni.engine.answer import Seat
 from omni.engine.batch import Slots
 from omni.engine.intake import Entering, admit
 from omni.engine.stats import Recorder
-from omni.engine.stepping import Due, Watermarks, choose
+from omni.engine.stepping import Due, choose
 from omni.errors import BusyError, UserError
 from omni.generate.results import AudioChunk, Ended
 from omni.generate.runner import Runner
@@ -35,34 +35,32 @@ def listener(played: float | None, frames: int, pace: str = "live") -> Any:
         frame_rate=25.0,
         plays=None if played is None else 100 - played,
         ahead=0,
-        unread=0,
+        processed=0,
+        read=0,
         resting=False,
         exact=max(0, frames - 1),
-        held=lambda now, sounded: sounded - (now - (100 - (played or 0))) * 25,
     )
 
 
-def test_who_is_due() -> None:
+def test_who_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose([listener(0.5, 16), listener(0.5, 17)], 100.0).low  # of 0.16 s, four frames and not two
+    monkeypatch.setattr(stepping, "HIGH", 5.0)
+    monkeypatch.setattr(stepping, "LEAST", 0.0)
     new, low, fine, full = listener(None, 0), listener(0.4, 12), listener(0.4, 14), listener(0.4, 17)
     program = listener(None, 5, "read")
-    found = choose([new, low, fine, full, program], 100.0, Watermarks(2.0, 5.0, 0.0))
+    found = choose([new, low, fine, full, program], 100.0)
     assert (found.new, found.low, found.along, found.read) == ([new], [low], [fine], [program])
     assert found.slack == pytest.approx(-1 / 25) and not found.late  # the low one holds a frame
     assert found.spare == pytest.approx(1 / 25) and found.full == 1
-    assert choose([listener(0.45, 12)], 100.0, Watermarks()).late
+    assert choose([listener(0.45, 12)], 100.0).late
     about, held = listener(None, 2), listener(None, 21)  # to begin: with one frame; with many, which wait to be enough
-    found = choose([fine, about, held], 100.0, Watermarks(2.0, 5.0, 0.0))
+    found = choose([fine, about, held], 100.0)
     assert found.new == [about, held] and found.spare == pytest.approx(1 / 25)
     program.ahead = 64
-    assert choose([program], 100.0, Watermarks()).behind == [program]
-    new.unread, fine.unread = 5 + 16 + 250, 5 + 16 + 251
-    found = choose([new, fine], 100.0, Watermarks(2.0, 5.0, 0.0))
+    assert choose([program], 100.0).behind == [program]
+    new.processed, fine.processed = 5 + 16 + 250, 5 + 16 + 251
+    found = choose([new, fine], 100.0)
     assert (found.new, found.lost, found.along) == ([new], [fine], [])  # ten seconds of 25 frames
-    with pytest.raises(UserError, match="low is 3.0 and high is 2.0"):
-        Watermarks(3.0, 2.0)
-    with pytest.raises(UserError, match="least is -1"):
-        Watermarks(least=-1.0)
-    assert Watermarks(2.0, 8.0, 0.16).at(25.0) == (4.0, 10.0) and Watermarks(2.0, 8.0, 0.16).at(12.0) == (2.0, 8.0)
 
 
 def test_rows_that_are_stepped_are_neighbours() -> None:
@@ -92,7 +90,7 @@ def test_one_more_is_let_in_while_sound_stays_early() -> None:
     assert not admit(recorder, 31, 0.04)
     assert "a step of 33 rows takes 37 ms, a frame plays 40 ms" in admit(recorder, 32, 0.04)
     for late in [-0.05] * 98 + [-0.0005] * 2:
-        recorder.sounded(late)
+        recorder.note(late=[late])
     assert admit(recorder, 8, 0.04)  # a millisecond more, and 1 % would be late
     figures = recorder.stats()
     assert figures.underruns == 0 and figures.lateness.p50 == -0.05 and figures.steps == 16 and figures.rows == 3.75
@@ -118,7 +116,7 @@ def test_a_live_row_rests_when_its_listener_holds_enough(lm: SpeechLM) -> None:
         list(events)
     figures = lm.engine.stats()
     assert figures.lateness.count and (figures.lateness.p50 or 0) < 0 and figures.first_audio.count == 1 and figures.active == 0
-    lm.engine.clear_stats()
+    lm.engine.recorder.clear()
     assert lm.engine.stats().steps == 0
 
 
@@ -146,20 +144,20 @@ def test_a_step_of_all_waits_where_somebody_is_about_to_run_out(lm: SpeechLM) ->
     """Those that cannot wait are stepped alone then."""
     stepping = lm.engine._stepping
     for rows in (1, 2, 4, 8) * 4:
-        lm.engine._recorder.stepped(rows, 0.004 + 0.001 * rows)
+        lm.engine.recorder.stepped(rows, 0.004 + 0.001 * rows)
     along = [listener(0.4, 14)] * 4
     for spare, beside in ((0.017, []), (0.019, along)):  # a step of five takes 9 ms
         stepping._filling = True
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == beside
-        lm.engine.clear_stats()  # nothing is known of a step's cost
+        lm.engine.recorder.clear()  # nothing is known of a step's cost
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == along
         for rows in (1, 2, 4, 8) * 4:  # of a large model: who comes along costs next to nothing, so nobody gains without them
-            lm.engine._recorder.stepped(rows, 0.04 + 0.0001 * rows)
+            lm.engine.recorder.stepped(rows, 0.04 + 0.0001 * rows)
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == along
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=0.0, late=True)) == []
-        lm.engine.clear_stats()
+        lm.engine.recorder.clear()
         for rows in (1, 2, 4, 8) * 4:
-            lm.engine._recorder.stepped(rows, 0.004 + 0.001 * rows)
+            lm.engine.recorder.stepped(rows, 0.004 + 0.001 * rows)
 
 
 @pytest.mark.long

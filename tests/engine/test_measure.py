@@ -15,7 +15,7 @@ from omni.codec.base import CodecBatch
 from omni.engine import stats as stats_module
 from omni.engine.engine import Engine
 from omni.engine.intake import admit
-from omni.engine.stats import STEPS, KnownCosts, Recorder, StepCost, StepCosts, costs_file, load_costs, measured_of, powers_to
+from omni.engine.stats import STEPS, Recorder, StepCost, StepCosts, costs_file, load_costs, measured_of, powers_to
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
@@ -45,10 +45,10 @@ def lm() -> SpeechLM:
 
 def test_costs_are_a_line_between_and_beyond_what_was_measured() -> None:
     costs = StepCosts({1: StepCost(1.0, 2.0), 4: StepCost(4.0, 5.0), 8: StepCost(6.0, 9.0)})
-    assert [costs.seconds(rows) for rows in (1, 2, 4, 6, 8, 12)] == [1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
-    assert costs.cpu(8) == 9.0 and costs.cpu(9) == 10.0
-    assert StepCosts({2: StepCost(1.0, 1.0)}).seconds(6) == 3.0  # no company is known that would be cheaper
-    assert StepCosts({1: StepCost(2.0, 1.0), 2: StepCost(1.0, 1.0)}).seconds(2) == 2.0  # more rows never take less
+    assert [costs.at(rows).seconds for rows in (1, 2, 4, 6, 8, 12)] == [1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
+    assert costs.at(8).cpu == 9.0 and costs.at(9).cpu == 10.0
+    assert StepCosts({2: StepCost(1.0, 1.0)}).at(6).seconds == 3.0  # no company is known that would be cheaper
+    assert StepCosts({1: StepCost(2.0, 1.0), 2: StepCost(1.0, 1.0)}).at(2).seconds == 2.0  # more rows never take less
     assert [powers_to(n) for n in (1, 5, 8)] == [[1], [1, 2, 4, 5], [1, 2, 4, 8]]
 
 
@@ -71,7 +71,7 @@ def test_each_number_of_rows_is_stepped_and_decoded(lm: SpeechLM, monkeypatch: p
     found = engine.measure()
     wanted = [(rows, True, True) for rows in (1, 2, 3) for _ in range(STEPS + 2)]
     assert stepped == wanted and decoded == [rows for rows, *_ in wanted] and warmed == [1, 2, 3]
-    assert set(found.by_rows) == {1, 2, 3} and all(cost.seconds > 0 for cost in found.by_rows.values())
+    assert set(found) == {1, 2, 3} and all(cost.seconds > 0 for cost in found.values())
     assert not any(engine.runner.rows)  # type: ignore[union-attr]
 
 
@@ -85,22 +85,22 @@ def test_measuring_changes_no_answer_and_ends_where_a_step_outlasts_a_frame(
         engine.measure([1, 2, 4])
         assert torch.equal(lm.generate("hello", "T1A2", max_seconds=0.5).audio, wanted.audio)  # type: ignore[arg-type]
     engine = lm.start_engine(slots=4)
-    monkeypatch.setattr(stats_module, "_measure", lambda runner, codec, number, beside: costs[number])
-    assert set(engine.measure().by_rows) == {1, 2}  # a frame plays 40 ms
+    monkeypatch.setattr(stats_module, "_measure", lambda runner, codec, starts, beside: costs[len(starts)])
+    assert set(engine.measure()) == {1, 2}  # a frame plays 40 ms
 
 
 def test_what_is_kept_is_read_by_engines_that_never_measured(lm: SpeechLM, place: Path) -> None:
     found = lm.start_engine(slots=2).measure()
     other = SpeechLM(lm.model, lm.tokenizer, lm.codec)
-    assert other.engine._known.costs == found
+    assert other.engine.recorder.known == found
     more = lm.start_engine(slots=4).measure([4])
-    assert set(more.by_rows) == {4}
-    assert load_costs() == {measured_of(lm.model, lm.codec): StepCosts({**found.by_rows, **more.by_rows})}
-    assert Engine(lm.model)._known.costs is None  # of no codec nothing was measured
+    assert set(more) == {4}
+    assert load_costs() == {measured_of(lm.model, lm.codec): StepCosts({**found, **more})}
+    assert Engine(lm.model).recorder.known is None  # of no codec nothing was measured
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        assert KnownCosts(lm.model, lm.codec).costs is None
+        assert Engine(lm.model, codec=lm.codec).recorder.known is None
     finally:
         torch.set_num_threads(before)
 
@@ -124,7 +124,7 @@ def test_a_broken_file_is_left_out_with_a_line(name: str, lm: SpeechLM, told: li
     path = costs_file()
     path.parent.mkdir()
     path.write_text(BAD[name])
-    assert lm.engine._known.costs is None and lm.engine._known.costs is None
+    assert lm.engine.recorder.known is None and lm.engine.recorder.known is None
     (line,) = told
     assert str(path) in line and "is left out: " in line and "engine.measure() replaces it" in line and "\n" not in line
     found = lm.engine.measure([1])
@@ -144,11 +144,8 @@ def test_steps_of_measured_numbers_of_rows_are_captured(lm: SpeechLM) -> None:
 
 
 def test_a_measurement_is_believed_until_the_engine_s_own_steps_say_more() -> None:
-    class Known(KnownCosts):
-        def __init__(self) -> None:
-            self._costs, self._read = StepCosts({1: StepCost(0.005, 0.0), 21: StepCost(0.025, 0.0)}), True
-
-    recorder = Recorder(Known())
+    recorder, other = Recorder(), Recorder()
+    recorder.known = other.known = StepCosts({1: StepCost(0.005, 0.0), 21: StepCost(0.025, 0.0)})
     frame = 0.04  # of which 36 ms are for steps
     assert not admit(recorder, 30, frame)
     assert "a step of 33 rows takes 37 ms, a frame plays 40 ms" in admit(recorder, 32, frame)
@@ -159,4 +156,4 @@ def test_a_measurement_is_believed_until_the_engine_s_own_steps_say_more() -> No
         recorder.stepped(rows, 0.0001 * rows)
     assert not admit(recorder, 32, frame) and not admit(recorder, 33, frame)
     assert admit(recorder, 34, frame)  # of 17 rows nothing follows for 35
-    assert admit(Recorder(Known()), 40, frame) and not admit(Recorder(), 40, frame)
+    assert admit(other, 40, frame) and not admit(Recorder(), 40, frame)

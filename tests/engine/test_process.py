@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from omni.engine.process import EngineProcess
-from omni.engine.wire import EngineLost
-from omni.errors import UserError
+from omni.errors import EngineLost, UserError
 from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import tone

@@ -357,7 +357,7 @@ def test_what_was_warmed_up_is_not_captured_in_speech(assist: bool, as_if_on_a_g
         starts = [replace(starts[0], partner=1), replace(starts[0], audio=False)]
     expected = answers(SpeechLM(lm.model, lm.tokenizer, lm.codec), slice(1, 2), sampling=SAMPLINGS[1], text_assist=assist)
     runner = lm.engine._batch.runner = Runner(lm.model, len(starts), 4096)
-    lm.engine._batch.slots.grow(len(starts))
+    lm.engine._batch.slots.holders += [None] * len(starts)
     assert runner.warm_up(starts) >= 6 and runner.warm_up(starts) == 0
     captured = len(runner._graphs)
     assert answers(lm, slice(1, 2), sampling=SAMPLINGS[1], text_assist=assist) == expected and len(runner._graphs) == captured

@@ -20,8 +20,7 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState
 from infer.serve.settings import limited
-from omni.engine.wire import EngineLost
-from omni.errors import UserError
+from omni.errors import EngineLost, UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.messages import Message
 

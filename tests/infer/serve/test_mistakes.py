@@ -13,7 +13,7 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime.responses import Response
 from infer.serve.realtime.state import ContentPart, ConversationItem
 from infer.serve.settings import ServeSettings
-from omni.engine.wire import EngineLost
+from omni.errors import EngineLost
 from omni.generate.question import longest
 from omni.generate.results import Ended, Timings
 from omni.generate.speech_lm import SpeechLM
