@@ -97,10 +97,6 @@ class Scene:
         return shortlist(sorted(self.names.get(id(leaf), "a parameter outside the model") for leaf in leaves)) or "what made it"
 
 
-def _number(variable: HeldTensor) -> int:
-    return sequence_nr(variable.tensor.grad_fn)
-
-
 def _is_view_of_leaf(tensor: Tensor) -> bool:
     """Whether a tensor is a view of a parameter: it shows the present values, and its graph keeps nothing alive."""
     base = base_of(tensor)
@@ -196,7 +192,7 @@ def _from_outside(scene: Scene, nodes: set[Node]) -> list[Finding]:
     used = {} if scene.trace is None else scene.trace.old_uses
     others = tuple(line for node, line in used.items() if node in old and line is not None)
     variables = [v for v in scene.variables() if v.tensor.grad_fn is not None]
-    variables.sort(key=lambda v: (not v.written(), _number(v)))
+    variables.sort(key=lambda v: (not v.written(), sequence_nr(v.tensor.grad_fn)))
     # A state that was bound again is younger; a recurrent layer's is no part of the loss, but depends on the old one.
     bound = (v for v in variables if v.written() and nodes_of([v.tensor]) & old)
     v = next((v for v in variables if v.tensor.grad_fn in old), None) or next(bound, None)
@@ -236,7 +232,10 @@ def _stale(scene: Scene, held: HeldTensor, node: object) -> Finding:
     if held.owner is None:
         nodes = nodes_of([held.tensor])
         origins = [v for v in scene.variables() if v.tensor.grad_fn in nodes and v.written()]
-        line = min(origins, key=_number).written()[0] if origins else None  # the variable at which the graph starts
+        first = min(
+            origins, key=lambda v: sequence_nr(v.tensor.grad_fn), default=None
+        )  # the variable at which the graph starts
+        line = None if first is None else first.written()[0]
         text = f"{held.path} was computed before the step and carries a graph: it goes through "
         return Finding("stale", f"{text}{scene.trainable_of(held.tensor)} only once", OUTSIDE, held.describe(), line=line)
     line = scene.written(held)

@@ -234,6 +234,7 @@ class Running:
     release: Callable[[], None]
     clock: Clock
     outlet: EventOutlet
+    hungry: Callable[[], None]
     fork: Tensor | None = None
     active: Selection | None = None
     pace: Pace = "read"
@@ -257,7 +258,6 @@ class Running:
     plays: float | None = None
     coded: bool = False
     failure: BaseException | None = None
-    hungry: Callable[[], None] | None = None
     left: threading.Event = field(default_factory=threading.Event)
     delivery: Delivery = field(init=False)
     _sent: deque[tuple[int, Event | CodedSound]] = field(default_factory=deque)  # and not taken, each with its time step
@@ -295,8 +295,7 @@ class Running:
         if self.resting and self.ahead < AHEAD // 2:
             self.resting = False
             self.clock.go_on()
-            if self.hungry is not None:
-                self.hungry()
+            self.hungry()
 
     # --- the sound thread ---------------------------------------------------------------------------------------------
 

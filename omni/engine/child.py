@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
+from functools import partial, reduce
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -161,16 +161,13 @@ class Child(LocalLink):
 
     def __init__(self, pipe: Connection, lm: SpeechLM, threads: int | None) -> None:
         super().__init__(lm)
-        self._pipe, self._threads = pipe, threads
+        self._pipe = pipe
         self._until: float | None = None  # time at which answers under way are cut, once it drains
         self._outbox = Outbox(pipe)
         self._gone = self._outbox.lost  # the other process has ended, or asked for the end
-        self._pool = ThreadPoolExecutor(8, "omni-request", self._prepare)
+        own = None if threads is None else partial(torch.set_num_threads, threads)  # the engine takes that of who asks
+        self._pool = ThreadPoolExecutor(8, "omni-request", own)
         threading.Thread(target=self._read, name="omni-read", daemon=True).start()
-
-    def _prepare(self) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)  # the engine takes the number of the thread that asks
 
     # --- the main thread ----------------------------------------------------------------------------------------------
 

@@ -171,6 +171,7 @@ class Conversation:
                     release=held.pop_all().close,
                     clock=clock,
                     outlet=outlet,
+                    hungry=self._engine.requests.wake,
                     fork=fork,
                     active=active,
                     pace=self._pace,
@@ -335,7 +336,8 @@ class Conversation:
     @property
     def place(self) -> int:
         """See `omni.generate.session.Session`, as for the next ones."""
-        return 0 if self._last is None else self._engine.place(self._last)
+        last, waiting = self._last, self._engine.waiting
+        return 0 if last is None or last not in waiting else waiting.index(last) + 1
 
     @property
     def history(self) -> list[Message]:

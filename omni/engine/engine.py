@@ -119,7 +119,11 @@ class Engine:
             for running in asked:
                 if running.pace == "live":
                     self._check_queue(running)
-            self.requests.ask(asked)
+            for running in asked:
+                if not running.left.is_set():  # it was not cancelled before
+                    running.submitted = True
+                    self.requests.asked.append(running)
+            self.requests.hand_over()
 
     def hear(self, running: Running) -> None:
         """Do of a question's encoding, in the thread of who asks, what can be done beside the steps: at least what the encoder
@@ -155,11 +159,6 @@ class Engine:
         """Questions without a slot, in their order."""
         with self.requests.lock:
             return [*self._intake.waiting, *self.requests.asked]
-
-    def place(self, running: Running) -> int:
-        """Place of a question among those that wait, from 1; 0 for one that does not."""
-        waiting = self.waiting
-        return waiting.index(running) + 1 if running in waiting else 0
 
     def stop(self, running: Running, wait: bool = True) -> None:
         """Cancel an answer, and wait (or do not) until its rows are free; `running.left` is set then."""

@@ -14,7 +14,6 @@ or its codes, where the codec decodes anywhere: that is done here (`omni.engine.
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import multiprocessing
 import os
@@ -43,7 +42,6 @@ from omni.errors import EngineLost
 from omni.generate.options import check_numbers
 from omni.generate.results import AudioChunk, Ended, Timings
 from omni.generate.session import Sessions
-from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
 from omni.text import Tokenizer
 from omni.utils.private import disown
@@ -274,7 +272,6 @@ class EngineProcess(Sessions):
         plugins: Sequence[str] | None = None,
         **values: Any,
     ) -> None:
-        inspect.signature(SpeechLM.from_pretrained).bind(folder, **values)  # before a process is started for them
         folder = find_model(folder)
         engine = {"slots": slots, "context": context, "patience": patience, "queue": queue}
         check_numbers(**engine, threads=threads)
@@ -297,7 +294,7 @@ class EngineProcess(Sessions):
             raise
         self._closing = False
         super().__init__(PipeLink(pipe, self._process, decoder), config, tokenizer, sample_rate, frame_rate)
-        _OPEN.add(self)
+        atexit.register(self.close)
 
     @property
     def decoding(self) -> float:
@@ -348,20 +345,10 @@ class EngineProcess(Sessions):
         if threading.current_thread() is not self._link.reader:
             self._link.reader.join()
         self._process.close()
-        _OPEN.discard(self)
+        atexit.unregister(self.close)
 
     def __enter__(self) -> EngineProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_OPEN: set[EngineProcess] = set()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Ends all processes at exit."""
-    for engine in list(_OPEN):
-        engine.close()

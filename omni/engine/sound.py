@@ -12,7 +12,6 @@ a codec without weights decodes in the clients' process, the sound of all answer
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Mapping
 from typing import Generic, TypeVar
@@ -105,7 +104,7 @@ class SoundThread:
 
     def __init__(self, finished: Callable[[Running], None], recorder: Recorder) -> None:
         self._recorder = recorder
-        self._finish = weakref.WeakMethod(finished)
+        self._finished = finished
         self._work: deque[Outputs] = deque()
         self._decoders: dict[AudioCodec, SoundDecoder[Running]] = {}
         self._held: dict[Running, Tensor] = {}  # first sounds that do not last long enough yet
@@ -126,10 +125,6 @@ class SoundThread:
                 pass
         else:
             self._worker.wake()
-
-    def _finished(self, running: Running) -> None:
-        if (finish := self._finish()) is not None:
-            finish(running)
 
     def _turn(self) -> float | None:
         if torch.get_num_threads() > 1:

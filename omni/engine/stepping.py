@@ -51,16 +51,7 @@ class Requests:
         self.vacated: list[Seat] = []
         self.threads = 0
 
-    def ask(self, asked: Sequence[Running]) -> None:
-        """Have questions answered; those that were cancelled before are left out. `lock` is held."""
-        for running in asked:
-            running.hungry = self.wake
-            if not running.left.is_set():
-                running.submitted = True
-                self.asked.append(running)
-        self._hand_over()
-
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
         """From here on the stepping thread computes, with as many threads as this one."""
         self.threads = torch.get_num_threads()
         release_threads()
@@ -79,7 +70,7 @@ class Requests:
             if not self.closed:
                 self.listens[listen.seat] = listen
                 self.refills.pop(listen.seat, None)
-                self._hand_over()
+                self.hand_over()
 
     def listening(self) -> list[Listen]:
         """The questions that are listened to, in their order; those that nobody wants any more are dropped."""
@@ -203,12 +194,7 @@ class SteppingThread:
     """
 
     def __init__(
-        self,
-        requests: Requests,
-        batch: EngineBatch,
-        intake: Intake,
-        recorder: Recorder,
-        patience: float | None,
+        self, requests: Requests, batch: EngineBatch, intake: Intake, recorder: Recorder, patience: float | None
     ) -> None:
         self._requests, self._batch, self._intake, self._recorder = requests, batch, intake, recorder
         self._patience, self._unread = patience, UNREAD if patience is None else patience
