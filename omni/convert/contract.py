@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 from torch import nn
 
 from omni.checkpoint.places import CONFIG, TOKENIZER
@@ -49,14 +50,15 @@ from omni.layout import Layout
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
+from omni.utils.configuration import configuration
 
 
-@dataclass(frozen=True)
+@configuration
 class TextConfig:
     """Configuration of a language model without sound: the decoder, and the rows of its table."""
 
     decoder: DecoderConfig
-    size: int
+    size: PositiveInt
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ layout of weights, so tensors are renamed and never permuted.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import PT, FileStamp, read_weights, save_tensors
-from omni.config import DecoderConfig, ModelConfig, RopeScaling
+from omni.config import DecoderConfig, ModelConfig
 from omni.convert.contract import (
     COMPANIONS,
     Foreign,
@@ -36,6 +35,7 @@ from omni.convert.contract import (
 from omni.convert.lazy import Lazy, WriteCallback, same
 from omni.errors import UserError, closest
 from omni.files import read_json, replacing_folder
+from omni.utils.configuration import validate
 
 
 @dataclass(frozen=True)
@@ -106,87 +106,65 @@ def text_config(settings: Mapping[str, Any], where: Path | str = CONFIG, tied: b
     if model_type not in FAMILIES:
         raise UserError(f"{where}: model_type {model_type!r} is no family that is known here; {closest(model_type, FAMILIES)}")
     family = FAMILIES[model_type]
-
-    need = partial(whole_number, settings, where=where)
-    for key, usual in _USUAL.items():
-        if settings.get(key) not in (None, usual):
-            raise UserError(f"{where}: {key} is {settings[key]!r}; only {usual!r} is known here")
+    for key, only in _ONLY.items():
+        if settings.get(key) not in (None, only):
+            raise UserError(f"{where}: {key} is {settings[key]!r}; only {only!r} is known here")
     if settings.get("quantization_config"):
         raise UserError(f"{where}: the weights are quantised (quantization_config); fetch the original model")
-    heads = need("num_attention_heads")
-    head_dim = family.head_dim or 0 if settings.get("head_dim") is None else need("head_dim")
-    base, scaling = _rope(settings, where)
-    return TextConfig(
-        DecoderConfig(
-            width=need("hidden_size"),
-            layers=need("num_hidden_layers"),
-            heads=heads,
-            kv_heads=heads if settings.get("num_key_value_heads") is None else need("num_key_value_heads"),
-            head_dim=0 if head_dim * heads == need("hidden_size") else head_dim,
-            mlp_width=need("intermediate_size"),
-            context=need("max_position_embeddings"),
-            rope_base=base,
-            rope_scaling=scaling,
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
-            window=_window(settings, family, where),
-            norm_eps=_number({"rms_norm_eps": 1e-6, **settings}, "rms_norm_eps", where),
-            tie_text=bool(settings.get("tie_word_embeddings", tied)),
-            combine="sum",
-        ),
-        need("vocab_size"),
-    )
+    heads = {"num_key_value_heads": settings.get("num_attention_heads"), "head_dim": family.head_dim or 0}
+    usual = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": tied, **heads}
+    known = {**settings, **{key: value for key, value in usual.items() if settings.get(key) is None}}
+    known |= _rope(known, where) | {"sliding_window": _window(settings, family, where)}
+    decoder = {ours: known.get(theirs) for ours, theirs in KEYS.items()}
+    decoder |= {"qkv_bias": family.qkv_bias, "qk_norm": family.qk_norm, "combine": "sum"}
+    names = {f"decoder.{ours}": f"{theirs}: " for ours, theirs in KEYS.items()}
+    data = {"decoder": decoder, "size": settings.get("vocab_size")}
+    text = validate(TextConfig, data, lambda key: f"{where}: {names.get(key, '')}")
+    by_default = text.decoder.head_dim * text.decoder.heads == text.decoder.width
+    return replace(text, decoder=replace(text.decoder, head_dim=0)) if by_default else text
 
 
-_USUAL = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
+KEYS = {
+    "width": "hidden_size", "mlp_width": "intermediate_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps", "rope_base": "rope_theta", "rope_scaling": "rope_scaling", "window": "sliding_window",
+    "tie_text": "tie_word_embeddings",
+}  # fmt: skip
+"""Their settings of what our decoder's configuration says."""
+_ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Settings for which only one value is supported."""
+CONTEXT = "original_max_position_embeddings"
+"""Their setting of our `RopeScaling.original_context`."""
 
 
-def _number(settings: Mapping[str, Any], key: str, where: Path | str) -> float:
-    value = settings[key]
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-        raise UserError(f"{where}: {key} is {value!r}; it must be a number above 0; fetch the file again")
-    return float(value)
-
-
-def _rope(settings: Mapping[str, Any], where: Path | str) -> tuple[float, RopeScaling | None]:
-    rope = {"rope_theta": settings.get("rope_theta", 10000.0)}
+def _rope(settings: Mapping[str, Any], where: Path | str) -> dict[str, Any]:
+    """The settings `rope_theta`, and `rope_scaling` as ours has it."""
+    rope = {"rope_theta": settings["rope_theta"]}
     for key in ("rope_scaling", "rope_parameters"):
         value = settings.get(key)
         if not isinstance(value, dict | None):
             raise UserError(f"{where}: {key} is {value!r}; it must be an object of settings, or null; fetch the file again")
         rope |= value or {}
-    base = _number(rope, "rope_theta", where)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
-        return base, None
-    if rope_type != "llama3":
+    rope_type, scaling = rope.get("rope_type", rope.get("type", "default")), None
+    if rope_type not in ("default", "llama3"):
         raise UserError(f"{where}: rotary scaling {rope_type!r} is not known here; known: default, llama3")
-    try:
-        return base, RopeScaling(
-            factor=_number(rope, "factor", where),
-            low_freq_factor=_number(rope, "low_freq_factor", where),
-            high_freq_factor=_number(rope, "high_freq_factor", where),
-            original_context=int(_number(rope, "original_max_position_embeddings", where)),
-        )
-    except KeyError as error:
-        raise UserError(f"{where}: rotary scaling llama3 lacks {error}; fetch the file again") from error
+    if rope_type == "llama3":
+        scaling = {key: rope.get(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        scaling["original_context"] = rope.get(CONTEXT)
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
-def _window(settings: Mapping[str, Any], family: Family, where: Path | str) -> int | None:
+def _window(settings: Mapping[str, Any], family: Family, where: Path | str) -> Any:
     """The sliding window that all layers share, None for none."""
-    asked = settings.get("use_sliding_window")
+    asked, window = settings.get("use_sliding_window"), settings.get("sliding_window", WINDOW)
     if not isinstance(asked, bool | None):
         raise UserError(f"{where}: use_sliding_window is {asked!r}; it must be true or false; fetch the file again")
-    if family.windows == "never" or (family.windows == "asked" and not asked):
+    if window is None or family.windows == "never" or (family.windows == "asked" and not asked):
         return None
-    settings = {"sliding_window": WINDOW, "max_window_layers": FULL_LAYERS, **settings}
-    if settings["sliding_window"] is None:
-        return None
-    window, layers = (whole_number(settings, key, where) for key in ("sliding_window", "num_hidden_layers"))
-    types = settings.get("layer_types")
+    layers, types = whole_number(settings, "num_hidden_layers", where), settings.get("layer_types")
     if types is None:
-        full = 0 if family.windows == "always" else min(whole_number(settings, "max_window_layers", where, least=0), layers)
+        first = {"max_window_layers": FULL_LAYERS, **settings} if family.windows == "asked" else {"max_window_layers": 0}
+        full = min(whole_number(first, "max_window_layers", where, least=0), layers)
         types = [_FULL] * full + [_SLIDING] * (layers - full)
     if not isinstance(types, list) or len(types) != layers or any(layer_type not in (_FULL, _SLIDING) for layer_type in types):
         raise UserError(
@@ -269,27 +247,19 @@ def their_config(
         "architectures": [FAMILIES[model_type].architecture],
         "model_type": model_type,
         "vocab_size": size,
-        "hidden_size": decoder.width,
-        "intermediate_size": decoder.mlp_width,
-        "num_hidden_layers": decoder.layers,
-        "num_attention_heads": decoder.heads,
-        "num_key_value_heads": decoder.kv_heads,
-        "head_dim": decoder.head_size,
         "hidden_act": "silu",
-        "max_position_embeddings": decoder.context,
-        "rms_norm_eps": decoder.norm_eps,
-        "rope_theta": decoder.rope_base,
-        "tie_word_embeddings": tied,
         "attention_dropout": 0.0,
+        **{theirs: value for ours, theirs in KEYS.items() if (value := asdict(decoder)[ours]) is not None},
+        "head_dim": decoder.head_size,
+        "tie_word_embeddings": tied,
     }
     if decoder.rope_scaling is not None:
-        scaling = asdict(decoder.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_context")
-        settings["rope_scaling"] = {"rope_type": "llama3", **scaling}
+        scaling = settings["rope_scaling"]
+        settings["rope_scaling"] = {"rope_type": "llama3", **scaling, CONTEXT: scaling.pop("original_context")}
     if model_type in ("qwen2", "qwen3"):
         slides = decoder.window is not None
         settings |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else decoder.layers}
-    if decoder.window is not None or model_type == "mistral":
+    if model_type == "mistral":
         settings["sliding_window"] = decoder.window
     return settings
 

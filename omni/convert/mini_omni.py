@@ -18,6 +18,7 @@ Sources: gpt-omni/mini-omni @ 26c31d5, `inference.py` (`load_model`), `litgpt/mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
 from omni.files import read_json, replacing_folder
 from omni.layout import Layout
-from omni.utils.configuration import read_yaml
+from omni.utils.configuration import read_yaml, validate
 
 WEIGHTS, SETTINGS, WHISPER = "lit_model.pth", "model_config.yaml", "small.pt"
 
@@ -94,7 +95,12 @@ def read(
             f"{path / WEIGHTS}: tensor {seen[0]} belongs to a mini-omni2, which sees; there is no place for it here: keep the "
             "speech model alone with --drop_vision"
         )
-    heard = encoder if encoder is not None else _whisper(path)
+    if encoder is None and not (path / WHISPER).is_file():
+        raise UserError(
+            f"{path} has no {WHISPER}, and mini-omni's encoder is Whisper small: give OpenAI's {WHISPER} (or a Hugging Face "
+            "folder of it) with --encoder"
+        )
+    heard = encoder or read_whisper(path / WHISPER)
     size, post = heard.config if isinstance(heard, Foreign) else heard, any(name.startswith(POST) for name in state)
     config = model_config(settings, path / SETTINGS, size, post)
     shapes = their_shapes(config)
@@ -121,15 +127,6 @@ def read(
     words = read_tokenizer(tokenizer or path / TOKENIZER, rows, path, kept, named=tokenizer is not None)
     extra = {"mini-omni": {SETTINGS: settings, **kept}}
     return Foreign("mini-omni", path, config, cast(tensors, dtype), words, names, extra)
-
-
-def _whisper(path: Path) -> Foreign:
-    if not (path / WHISPER).is_file():
-        raise UserError(
-            f"{path} has no {WHISPER}, and mini-omni's encoder is Whisper small: give OpenAI's {WHISPER} (or a Hugging Face "
-            "folder of it) with --encoder"
-        )
-    return read_whisper(path / WHISPER)
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -312,6 +309,13 @@ _ABSENT: dict[str, Any] = {
 }  # fmt: skip
 """The keys of their configuration, with their defaults."""
 
+_KEYS = {
+    "width": "n_embd", "layers": "n_layer", "heads": "n_head", "kv_heads": "n_query_groups", "mlp_width": "intermediate_size",
+    "context": "block_size", "rope_base": "rope_base", "norm_eps": "norm_eps", "qkv_bias": "add_qkv_bias",
+    "tie_text": "tie_word_embeddings",
+}  # fmt: skip
+"""Their settings of what our decoder's configuration says."""
+
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Reads their `model_config.yaml`, with their defaults for absent keys; UserError where it is none or a key is unknown."""
@@ -329,13 +333,6 @@ def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, p
     our decoder does not have, or an encoder of another width. `post`: the file holds a post-adapter. The released one has
     none, whatever its settings say, and is loaded without."""
     whole = partial(whole_number, settings, where=where)
-
-    def number(key: str) -> float:
-        try:
-            return float(settings[key])
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{where}: {key} is {settings[key]!r}; it must be a number") from error
-
     for key, usual in (_ONE | _SIZES).items():
         if settings[key] != usual:
             raise UserError(
@@ -360,21 +357,12 @@ def model_config(settings: Mapping[str, Any], where: Path | str, encoder: Any, p
             f"{where}: the projector takes an encoder of width {settings['whisper_adapter_dim']} (whisper_adapter_dim), and "
             f"the one given is {actual}; give the Whisper that the model was trained with (small)"
         )
-    decoder = DecoderConfig(
-        width=width,
-        layers=whole("n_layer"),
-        heads=heads,
-        kv_heads=heads if settings["n_query_groups"] is None else whole("n_query_groups"),
-        head_dim=0 if head * heads == width else head,
-        mlp_width=hidden,
-        context=whole("block_size"),
-        rope_base=number("rope_base"),
-        qkv_bias=bool(settings["add_qkv_bias"]),
-        norm_eps=number("norm_eps"),
-        tie_text=bool(settings["tie_word_embeddings"]),
-        combine="mean",
-        post_layers=whole("post_adapter_layers") if settings["post_adapter"] and post else 0,
-    )
+    usual = {"n_query_groups": heads, "intermediate_size": hidden, "add_qkv_bias": False}
+    known = {**settings, **{key: value for key, value in usual.items() if settings[key] is None}}
+    data = {ours: known[theirs] for ours, theirs in _KEYS.items()}
+    data["head_dim"] = 0 if head * heads == width else head
+    data["post_layers"] = settings["post_adapter_layers"] if settings["post_adapter"] and post else 0
+    decoder = validate(DecoderConfig, data, lambda key: f"{where}: {_KEYS.get(key, key)}: ")
     return ModelConfig(Layout.preset("mini-omni"), encoder, projectors[settings["asr_adapter"]], decoder, "snac")
 
 
@@ -430,18 +418,11 @@ def their_settings(config: ModelConfig, tied: bool, before: Mapping[str, Any]) -
         **{key: before[key] for key in ("name", "hf_config", "gelu_approximate", "attn_dropout") if key in before},
         **_ONE,
         **_SIZES,
-        "block_size": decoder.context,
+        **{theirs: asdict(decoder)[ours] for ours, theirs in _KEYS.items()},
         "vocab_size": _ROWS,
         "padded_vocab_size": _ROWS,
-        "n_layer": decoder.layers,
-        "n_head": decoder.heads,
-        "n_query_groups": decoder.kv_heads,
         "head_size": decoder.head_size,
-        "n_embd": decoder.width,
-        "intermediate_size": decoder.mlp_width,
-        "norm_eps": decoder.norm_eps,
         "rope_base": int(base) if base.is_integer() else base,
-        "add_qkv_bias": decoder.qkv_bias,
         "tie_word_embeddings": tied,
         "whisper_adapter_dim": config.encoder.width,
         "asr_adapter": "llamamlp" if config.projector.kind == "gated" else "mlp",

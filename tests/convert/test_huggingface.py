@@ -350,11 +350,12 @@ WINDOWED = dict(use_sliding_window=True, sliding_window=4, max_window_layers=0)
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"rms_norm_eps": None}, "rms_norm_eps is None; it must be a number above 0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        pytest.param({"rope_theta": 10**400}, "rope_theta is 1000", id="beyond all floats"),
-        *[({"rope_parameters": LLAMA3 | {key: "a"}}, f"{key} is 'a'") for key in LLAMA3 if key != "rope_type"],
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rotary scaling llama3 lacks 'factor'"),
+        ({"hidden_size": None}, "hidden_size: decoder.width is None; it must be a whole number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: decoder.norm_eps is nan"),
+        pytest.param({"rope_theta": 10**400}, "rope_theta: decoder.rope_base is 1000", id="beyond all floats"),
+        ({"rope_parameters": LLAMA3 | {"factor": "a"}}, "decoder.rope_scaling.factor is 'a'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "decoder.rope_scaling.factor is None"),
+        ({"vocab_size": 0}, "size is 0; it must be greater than 0"),
         (WINDOWED | {"use_sliding_window": "false"}, "use_sliding_window is 'false'; it must be true or false"),
         (
             WINDOWED | {"layer_types": []},
