@@ -26,8 +26,7 @@ from torch import Tensor
 from omni.checkpoint.places import CONFIG, WEIGHTS
 from omni.checkpoint.tensors import read_safetensors
 from omni.codec.mimi_network import MimiConfig, Take, decoder, encoder, quantizer, read_config
-from omni.codec.network import NetworkCodec
-from omni.codec.streams import Network, Streams
+from omni.codec.network import Network, NetworkCodec, Streams
 from omni.errors import UserError
 
 CODEBOOKS = 8

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from omni.codec.network import Layer, LayerTiming, Network, StreamCall
 from omni.codec.streaming import Activation, Conv, Residual, Upsample, product
-from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
 from omni.errors import UserError
 from omni.files import read_json
 from omni.model.attention import attention

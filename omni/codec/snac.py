@@ -43,9 +43,8 @@ from torch.nn.utils import parametrize
 
 from omni.checkpoint.places import CONFIG
 from omni.checkpoint.tensors import read_weights
-from omni.codec.network import NetworkCodec
+from omni.codec.network import Layer, LayerTiming, Network, NetworkCodec, StreamCall
 from omni.codec.streaming import Activation, Conv, Residual, Upsample
-from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
 from omni.errors import PackageError, UserError
 from omni.files import read_json
 

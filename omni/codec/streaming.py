@@ -12,7 +12,7 @@ positions below 0, y-3 to y-1 here. They are left out where all streams of the c
 a layer that keeps positions, which must find there what the whole network pads with.
 
 A layer has one place in one network: it knows its timing there, and which numbers of a stream's row are its own
-(`omni/codec/streams.py` holds them). Tensors are `[N, T, C]`: N streams, T positions, C channels; T may be 0. Positions come
+(`omni/codec/network.py` holds them). Tensors are `[N, T, C]`: N streams, T positions, C channels; T may be 0. Positions come
 before channels: what is kept is then contiguous, and neither transposed nor depthwise convolutions reorder memory. Matrices are
 stored [out, in].
 """
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omni.codec.streams import Layer, LayerTiming, Network, StreamCall
+from omni.codec.network import Layer, LayerTiming, Network, StreamCall
 
 SLICE = 2**18
 """Numbers in one slice of a matrix: slices that fit a core's cache make products with few positions faster."""

@@ -30,11 +30,13 @@ from omni.errors import UserError
 from omni.files import read_json, replacing_folder
 
 
-def recognise_whisper(path: Path) -> bool:
-    """Whether this is a Whisper folder, or a file that may be OpenAI's (`read` looks into it)."""
+def recognise(name: str, path: Path) -> bool:
+    """Whether this is a folder of a `whisper`, `snac` or `mimi`, or a file that may be OpenAI's Whisper (`read_whisper` looks
+    into it). SNAC's `config.json` names no model, so its keys are compared."""
     if path.is_file():
-        return path.suffix == ".pt"
-    return (path / CONFIG).is_file() and read_json(path / CONFIG).get("model_type") == "whisper"
+        return name == "whisper" and path.suffix == ".pt"
+    settings = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    return {"vq_strides", "codebook_size"} <= settings.keys() if name == "snac" else settings.get("model_type") == name
 
 
 def read_whisper(path: Path) -> Foreign:
@@ -103,15 +105,6 @@ _RENAMED = (
 def encoder_shapes(config: WhisperConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of an encoder's tensors in our model."""
     return shapes_of(lambda: WhisperEncoder(config), "encoder.")
-
-
-def recognise_snac(path: Path) -> bool:
-    """Whether this is a SNAC folder: its `config.json` names no model, so its keys are compared."""
-    return (path / CONFIG).is_file() and {"vq_strides", "codebook_size"} <= set(read_json(path / CONFIG))
-
-
-def recognise_mimi(path: Path) -> bool:
-    return (path / CONFIG).is_file() and read_json(path / CONFIG).get("model_type") == "mimi"
 
 
 def read_codec(name: str, path: Path) -> Foreign:

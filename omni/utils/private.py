@@ -4,6 +4,7 @@ uses any."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,19 +24,10 @@ def children(module: nn.Module) -> dict[str, Any]:
     return module._modules
 
 
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The dictionary of a module's own parameters."""
-    return module._parameters
-
-
-def own_buffers(module: nn.Module) -> dict[str, Any]:
-    """The dictionary of a module's own buffers."""
-    return module._buffers
-
-
-def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The dictionaries of what runs after and before a module's `forward`."""
-    return module._forward_hooks, module._forward_pre_hooks
+own_parameters, own_buffers = attrgetter("_parameters"), attrgetter("_buffers")
+"""The dictionaries of a module's own parameters and buffers."""
+forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
+"""The dictionaries of what runs after and before a module's `forward`."""
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -83,9 +75,8 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that a view was made of; None for what is no view."""
-    return tensor._base
+base_of = attrgetter("_base")
+"""The tensor that a view was made of; None for what is no view."""
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -96,9 +87,8 @@ def storage_key(tensor: Tensor) -> int:
 # lightning-fabric 2.6.6
 
 
-def ddp_kwargs(strategy: Any) -> dict[str, Any]:
-    """Keywords that a `DDPStrategy` will give to PyTorch's module."""
-    return strategy._ddp_kwargs  # type: ignore[no-any-return]
+ddp_kwargs = attrgetter("_ddp_kwargs")
+"""Keywords that a `DDPStrategy` will give to PyTorch's module."""
 
 
 def group_timeout(strategy: Any) -> Any:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omni.codec import network
-from omni.codec.network import NetworkCodec, NetworkStream
-from omni.codec.streams import Streams
+from omni.codec.network import NetworkCodec, NetworkStream, Streams
 from tests.codec.test_batch import codec_of
 from tests.codec.test_codec import random_codes
 

@@ -17,7 +17,7 @@ from omni.convert import omni_folder as streamed
 from omni.convert.contract import CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.grow import Growth, grow, with_encoder
 from omni.convert.lazy import WriteCallback, cast
-from omni.convert.parts import read_whisper, recognise_whisper, write_codec
+from omni.convert.parts import read_whisper, write_codec
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.files import real_place
@@ -51,9 +51,9 @@ FORMATS: dict[str, Format] = {
         mini_omni.write,
         "the codec's weights and what its config.json says",
     ),
-    "whisper": Format(parts.recognise_whisper, parts.read_whisper),
-    "snac": Format(parts.recognise_snac, partial(parts.read_codec, "snac")),
-    "mimi": Format(parts.recognise_mimi, partial(parts.read_codec, "mimi")),
+    "whisper": Format(partial(parts.recognise, "whisper"), parts.read_whisper),
+    "snac": Format(partial(parts.recognise, "snac"), partial(parts.read_codec, "snac")),
+    "mimi": Format(partial(parts.recognise, "mimi"), partial(parts.read_codec, "mimi")),
     "hf": Format(
         huggingface.recognise,
         huggingface.read,
@@ -265,7 +265,7 @@ def choose_encoder(options: ConvertOptions) -> Foreign | WhisperConfig:
         raise UserError(
             f"--encoder {options.encoder!r} is neither a file nor a size; {closest(options.encoder, ENCODER_PRESETS)}"
         )
-    if not recognise_whisper(path):
+    if not parts.recognise("whisper", path):
         raise UserError(f"--encoder {path} is no Whisper: give OpenAI's .pt file or a Hugging Face folder of one")
     encoder = read_whisper(path)
     assert isinstance(encoder.config, WhisperConfig)
