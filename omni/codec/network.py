@@ -94,7 +94,7 @@ class StreamCall:
         self, streams: Streams, rows: Sequence[StreamRow], state: Tensor, words: Tensor, frames: int, last: bool
     ) -> None:
         self.frames, self.last = frames, last
-        self._streams, self._rows, self._state, self._words = streams, rows, state, words
+        self._streams, self._rows, self._state, self.words = streams, rows, state, words
         self._fresh = [n for n, row in enumerate(rows) if row.pushed == 0]
         self._young = [(n, row.pushed) for n, row in enumerate(rows) if row.pushed < streams.reach]
         self._oldest = max(row.pushed for row in rows)
@@ -107,12 +107,8 @@ class StreamCall:
     def positions(self, timing: LayerTiming, count: int) -> Tensor:
         """Positions `[N, count]` (int64) of a layer's inputs, where `count` of them came."""
         first = self._missing(timing, count) - timing.lag
-        device = self._words.device
-        return self._words[:, :1] * timing.rate + torch.arange(first, first + count, device=device)
-
-    def key(self, number: int) -> Tensor:
-        """A key's words `[N, 4]` (int64)."""
-        return self._words[:, 1 + 4 * number : 5 + 4 * number]
+        device = self.words.device
+        return self.words[:, :1] * timing.rate + torch.arange(first, first + count, device=device)
 
     def early(self, timing: LayerTiming, count: int) -> int:
         """How many of the first of `count` outputs are before the start of every stream; `timing` is that behind the layer."""

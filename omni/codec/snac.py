@@ -218,12 +218,13 @@ class Noise(Layer):
         self.linear, self.number = linear, number
 
     def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
-        self.timing, self.key = timing, len(network.words)
+        self.timing, first = timing, 1 + 4 * len(network.words)
+        self.words = slice(first, first + 4)  # of a call's
         network.words.append(functools.partial(noise_key, self.number))
         return timing
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
-        noise = keyed_noise(call.key(self.key), call.positions(self.timing, x.shape[1]))
+        noise = keyed_noise(call.words[:, self.words], call.positions(self.timing, x.shape[1]))
         return torch.addcmul(x, noise[..., None], self.linear.outputs(x))
 
 

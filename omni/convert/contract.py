@@ -22,8 +22,7 @@ A reader makes a table of our names to theirs, then `match` gives the tensors an
 another shape or type. Tables that the other format joins are split by `Lazy.rows`, and joined again by `joined`.
 
 `read_tokenizer` refuses a tokenizer that, by the other files, belongs to another model: `tokenizer_config.json`
-(`added_tokens_decoder`, `eos_token`, `bos_token`), `config.json` and `generation_config.json` (`eos_token_id`, `bos_token_id`)
-as transformers writes them.
+(`added_tokens_decoder`, `eos_token`), `config.json` and `generation_config.json` (`eos_token_id`) as transformers writes them.
 """
 
 from __future__ import annotations
@@ -271,8 +270,7 @@ def read_tokenizer(
         )
     tokens = {number: token for token, number in words.inner.get_vocab(with_added_tokens=True).items()}
     _check_added(tokens, path, folder / WORDS, files.get(WORDS, {}))
-    for key, role in (("eos", "end"), ("bos", "beginning")):
-        _check_special(tokens, path, folder, files, key, role)
+    _check_end(tokens, path, folder, files)
     return words
 
 
@@ -290,32 +288,27 @@ def _check_added(tokens: Mapping[int, str], path: Path, where: Path, said: Mappi
             )
 
 
-def _check_special(
-    tokens: Mapping[int, str], path: Path, folder: Path, files: Mapping[str, Mapping[str, Any]], key: str, role: str
-) -> None:
-    """UserError where the files do not agree on the token of the end (`eos`) or the beginning (`bos`)."""
-    settings = _ids(files.get(CONFIG, {}).get(f"{key}_token_id"))
-    lacking = next((number for number in settings if number not in tokens), None) if key == "eos" else None
+def _check_end(tokens: Mapping[int, str], path: Path, folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """UserError where the files do not agree on the token of the end."""
+    settings, token = _ids(files.get(CONFIG, {}).get("eos_token_id")), files.get(WORDS, {}).get("eos_token")
+    lacking = next((number for number in settings if number not in tokens), None)
     if lacking is not None:
-        raise UserError(
-            f"{path} has no token {lacking}, which {CONFIG} calls the {role} ({key}_token_id); it is another model's"
-        )
-    token = files.get(WORDS, {}).get(f"{key}_token")
+        raise UserError(f"{path} has no token {lacking}, which {CONFIG} calls the end (eos_token_id); it is another model's")
     if token is None:
         return
-    content, where = _content(token, folder / WORDS, f"{key}_token"), f"{folder / WORDS}"
+    content, where = _content(token, folder / WORDS, "eos_token"), f"{folder / WORDS}"
     named = {number for number, text in tokens.items() if text == content}
     if not named:
         raise UserError(
-            f"{where} calls {content!r} the {role} ({key}_token), and {path} has no such token: they are of two models; fetch "
+            f"{where} calls {content!r} the end (eos_token), and {path} has no such token: they are of two models; fetch "
             "both again"
         )
     # A model that was fine-tuned often names its end tokens in generation_config.json alone.
-    if settings and not named & {*settings, *_ids(files.get(GENERATION, {}).get(f"{key}_token_id"))}:
+    if settings and not named & {*settings, *_ids(files.get(GENERATION, {}).get("eos_token_id"))}:
         shown = ", ".join(f"{number} ({tokens.get(number)!r})" for number in settings)
         raise UserError(
-            f"{where} calls {content!r} the {role} ({key}_token), token {min(named)} of {path}, and {folder / CONFIG} has "
-            f"{key}_token_id {shown}: are they of one model? Fetch both again, or fix the one that is wrong"
+            f"{where} calls {content!r} the end (eos_token), token {min(named)} of {path}, and {folder / CONFIG} has "
+            f"eos_token_id {shown}: are they of one model? Fetch both again, or fix the one that is wrong"
         )
 
 

@@ -95,11 +95,6 @@ def scheme_of(address: str) -> str:
     return scheme
 
 
-def lists(address: str) -> bool:
-    """Whether folders of an address's store can be listed."""
-    return SCHEMES[scheme_of(address)].lists
-
-
 def join(address: str, name: str) -> str:
     """The address of a file below a folder's."""
     return f"{address.rstrip('/')}/{name}"
@@ -287,7 +282,7 @@ def _near(address: str) -> str:
     from difflib import get_close_matches
 
     folder = parent(address)
-    if not lists(address) or "://" not in folder:
+    if not SCHEMES[scheme_of(address)].lists or "://" not in folder:
         return ""
     try:
         infos = _system(scheme_of(address)).ls(folder, detail=False)

@@ -21,16 +21,17 @@ from omni.errors import UserError
 from omni.files import flush
 from omni.stores.cache import POINTED, POINTERS, entry_of, key_of, own_cache, write_pointers
 from omni.stores.drivers import (
+    SCHEMES,
     StoredObject,
     bare,
     inner_name,
     join,
     list_objects,
-    lists,
     look_up,
     look_up_all,
     parent,
     read_range,
+    scheme_of,
 )
 from omni.stores.hub import parse_hub, snapshot
 from omni.stores.tries import MissingError, StoreError
@@ -77,7 +78,7 @@ def local_path(path: str | os.PathLike[str], again: bool = False, pointers: bool
 def _objects(address: str) -> list[StoredObject]:
     """The objects at an address. A web server lists no folders: one of a model is known by the files that its `config.json`
     names."""
-    if lists(address) or "." in bare(address).rpartition("/")[2]:
+    if SCHEMES[scheme_of(address)].lists or "." in bare(address).rpartition("/")[2]:
         return look_up_all(address)
     try:
         names = json.loads(read_whole(join(address, CONFIG)))["files"]
@@ -90,11 +91,6 @@ def _objects(address: str) -> list[StoredObject]:
 
 listed, looked_up = cache(list_objects), cache(look_up)
 """`list_objects` and `look_up` (`omni.stores.drivers`), which ask for an address once in a process."""
-
-
-def local_file(stored: StoredObject) -> Path:
-    """An object that was listed, as a file in the cache."""
-    return fetch(stored.address, [stored])
 
 
 def fetch(address: str, objects: Sequence[StoredObject], pointers: bool = False) -> Path:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omni.errors import UserError
 from omni.files import replacing, writing
-from omni.stores.reading import local_file
+from omni.stores.reading import fetch
 from omni.tasks import TASKS
 from train.data.rows.files import (
     JUDGED_GROUPS,
@@ -368,7 +368,7 @@ def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.P
         del columns[name]
     try:
         datasets.disable_progress_bars()  # standard error belongs to the run
-        paths = [str(file if isinstance(file, Path) else local_file(file)) for file in files]
+        paths = [str(file if isinstance(file, Path) else fetch(file.address, [file])) for file in files]
         return datasets.Dataset.from_parquet(paths, features=columns, columns=list(columns), cache_dir=cache and str(cache))
     except (DatasetGenerationError, OSError) as error:
         raise UserError(
