@@ -224,16 +224,6 @@ def test_a_rename_that_fails_leaves_the_old_folder(saved, monkeypatch):
     assert sorted(p.name for p in place.parent.iterdir()) == ["model"]
 
 
-def test_what_a_save_that_broke_off_left_is_named(saved):
-    _, place = saved
-    left = place.with_name(".model.old-123")
-    os.rename(place, left)
-    with pytest.raises(UserError, match=r"does not exist.*/\.model\.old-123\b"):
-        load_folder(place)
-    os.rename(left, place)
-    load_folder(place)
-
-
 def test_files_are_on_the_disk_before_they_get_their_name(saved, monkeypatch):
     model, place = saved
     steps, fsync, rename = [], os.fsync, os.rename

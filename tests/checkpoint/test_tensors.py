@@ -186,6 +186,8 @@ BROKEN = "is truncated or no safetensors file"
         (header({"x": ONE | {"dtype": "U16", "shape": [4]}}, b"\0" * 8), "tensor x is U16; known are F64, F32"),
         (header({"x": ONE, "y": ONE}, b"\0" * 8), BROKEN),
         (struct.pack("<Q", 4) + b"{abc", BROKEN),
+        (struct.pack("<Q", 3) + b"[1]", BROKEN),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, BROKEN),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path, content, words):

@@ -146,14 +146,6 @@ def test_a_file_that_was_cut_in_the_cache_is_told(bucket: Any) -> None:
         local_path(address, again=True, pointers=True)
 
 
-@pytest.mark.parametrize("name", ["pointers", "pointers@1"])
-def test_a_folder_of_that_name_has_no_pointer_files(name: str, bucket: Any) -> None:
-    bucket.put(f"{name}/a.wav", b"sound")
-    bucket.put(f"{name}/pointers@1", b"")
-    folder = local_path(bucket.address(name))
-    assert (folder / "a.wav").read_bytes() == b"sound" and pointed_at(folder / "a.wav") is None
-
-
 def test_a_library_in_c_is_told_of_no_failure_and_the_caller_is(bucket: Any, capfd: pytest.CaptureFixture[str]) -> None:
     import soundfile
 
