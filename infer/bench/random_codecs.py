@@ -10,8 +10,7 @@ from omni.codec.registry import CODECS, CodecSpec
 
 def _random(spec: CodecSpec) -> CodecSpec:
     def load(folder: object, device: Any) -> Any:
-        assert spec.random is not None
-        codec = spec.random(device)
+        codec = spec.load(None, device)
         codec.name = f"random-{spec.name}"
         return codec
 
@@ -19,5 +18,5 @@ def _random(spec: CodecSpec) -> CodecSpec:
 
 
 for _spec in [CODECS.find(name) for name in list(CODECS) if not name.startswith("random-")]:
-    if _spec.random is not None:
+    if _spec.random:
         CODECS.add(f"random-{_spec.name}", _random(_spec))

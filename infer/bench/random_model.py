@@ -65,7 +65,7 @@ def with_encoder_mode(config: ModelConfig, mode: EncoderMode) -> ModelConfig:
 def random_codec(name: str, device: torch.device) -> AudioCodec:
     """A codec at its real size, with random weights where it has some."""
     spec = CODECS.find(name)
-    return spec.random(device) if spec.random is not None else load_codec(name, device=device)
+    return spec.load(None, device) if spec.random else load_codec(name, device=device)
 
 
 def preset_lm(name: str, device: torch.device, dtype: str | None, quantize: str | None, mode: EncoderMode) -> SpeechLM:

@@ -35,7 +35,7 @@ class CodecSpec:
         kind: format of its weights in `omni.convert`; by default its name.
         orders: other orders in which files store the codes of a frame: for each of the model's streams its index in the file.
         layout: preset of `Layout` for models that are grown for it; by default one stream a codebook, each delayed by one more.
-        random: makes one with random weights, for measuring its speed; by default `load` without a folder.
+        random: whether `load` without a folder makes one with random weights, for measuring its speed.
     """
 
     name: str
@@ -47,7 +47,7 @@ class CodecSpec:
     kind: str = ""
     orders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     layout: str = ""
-    random: Callable[[torch.device], AudioCodec] | None = None
+    random: bool = False
 
 
 CODECS: Registry[CodecSpec] = Registry("codec")
@@ -112,53 +112,43 @@ def load_if_given(name: str, folder: str | Path | None, device: str | torch.devi
     return None if folder is None and CODECS.find(name).weights else load_codec(name, folder, device)
 
 
-def _load_codec2(folder: Path | None, device: torch.device) -> AudioCodec:
+@register_codec("codec2", sample_rate=8000, frame_rate=25.0, codebook_sizes=(512, 512, 16, 64), layout="codec2")
+def _codec2(folder: Path | None, device: torch.device) -> AudioCodec:
     from omni.codec.codec2 import Codec2Codec
 
     return Codec2Codec()
 
 
+@register_codec(
+    "snac",
+    sample_rate=24000,
+    frame_rate=24000 / 2048,
+    codebook_sizes=(4096,) * 7,
+    weights="the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz",
+    orders={"levels": (0, 1, 3, 4, 2, 5, 6)},  # c0 | c1 c1 | c2 c2 c2 c2, where the model has c0 c1 c2 c2 c1 c2 c2
+    layout="snac",
+    random=True,
+)
 def _snac(folder: Path | None, device: torch.device) -> AudioCodec:
-    """SNAC of a folder, or with random weights."""
     from omni.codec.snac import SnacCodec
 
     return SnacCodec.random(device=device) if folder is None else SnacCodec.from_folder(folder, device)
 
 
 def _mimi(folder: Path | None, device: torch.device, codebooks: int) -> AudioCodec:
-    """Mimi of a folder, or with random weights."""
     from omni.codec.mimi import MimiCodec
 
     options: dict[str, Any] = {"device": device, "codebooks": codebooks}
     return MimiCodec.random(**options) if folder is None else MimiCodec.from_folder(folder, **options)
 
 
-CODECS.add("codec2", CodecSpec("codec2", _load_codec2, 8000, 25.0, (512, 512, 16, 64), layout="codec2"))
-CODECS.add(
-    "snac",
-    CodecSpec(
-        "snac",
-        _snac,
-        24000,
-        24000 / 2048,
-        (4096,) * 7,
-        "the config.json and pytorch_model.bin of hubertsiuzdak/snac_24khz",
-        orders={"levels": (0, 1, 3, 4, 2, 5, 6)},  # c0 | c1 c1 | c2 c2 c2 c2, where the model has c0 c1 c2 c2 c1 c2 c2
-        layout="snac",
-        random=partial(_snac, None),
-    ),
-)
 for _name, _books in (("mimi", 8), ("mimi-16", 16), ("mimi-32", 32)):
-    CODECS.add(
+    register_codec(
         _name,
-        CodecSpec(
-            _name,
-            partial(_mimi, codebooks=_books),
-            24000,
-            12.5,
-            (2048,) * _books,
-            "the config.json and model.safetensors of kyutai/mimi",
-            kind="mimi",
-            random=partial(_mimi, None, codebooks=_books),
-        ),
-    )
+        sample_rate=24000,
+        frame_rate=12.5,
+        codebook_sizes=(2048,) * _books,
+        weights="the config.json and model.safetensors of kyutai/mimi",
+        kind="mimi",
+        random=True,
+    )(partial(_mimi, codebooks=_books))
