@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -43,7 +44,7 @@ from omni.convert.lazy import FLOATS, Lazy, WriteCallback, lazies_of, type_name
 from omni.cpu.int8 import MOST, check_linears, empty_int8, largest_of, whole_numbers
 from omni.errors import PackageError, UserError
 from omni.files import AGAIN, read_json, refuse_pointer, replacing_folder
-from omni.model.linears import TEXT_HEAD, crc_of, name_crc
+from omni.model.linears import TEXT_HEAD, crc_of
 from omni.model.speech_model import SpeechModel, check_state
 from omni.stores.reading import local_path, naming
 from omni.text import Tokenizer
@@ -326,7 +327,7 @@ def _rounded(name: str, source: Lazy, where: str, counted: int) -> tuple[Lazy, L
     @cache
     def largest() -> tuple[Tensor, int]:
         """The largest |w| of each row, [N], and the checksum."""
-        out, value = torch.empty(source.length), name_crc(name.removesuffix(".weight"))
+        out, value = torch.empty(source.length), zlib.crc32(name.removesuffix(".weight").encode())
         for start, rows in pieces(0, source.length):
             if not finite(rows):
                 raise not_finite(name, where)

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.cpu.int8 import Int8Embedding, Int8Linear, Normed, product_of
+from omni.cpu.int8 import constant as constant
 from omni.cpu.int8 import is_int8 as is_int8
 from omni.model.linears import fused_product
 from omni.utils.hardware import cpu_features

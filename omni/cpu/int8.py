@@ -57,8 +57,8 @@ class Normed(NamedTuple):
         rows = self.x.float().reshape(-1, count)
         held, most = rounded(rows * self.norm.weight.float())
         root = torch.linalg.vector_norm(rows, 2, -1, True)
-        length = torch.hypot(root, _full((), ((self.norm.eps or 0.0) * count) ** 0.5))
-        return held, torch.addcdiv(_full((), 0.0), most, length, value=count**0.5)
+        length = torch.hypot(root, constant(((self.norm.eps or 0.0) * count) ** 0.5))
+        return held, torch.addcdiv(constant(0.0), most, length, value=count**0.5)
 
 
 M = TypeVar("M", bound="Int8Rows")
@@ -171,9 +171,10 @@ def raw_product(held: Tensor, packed: Packed) -> Tensor:
 
 
 @cache
-def _full(shape: tuple[int, ...], value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def constant(value: float, shape: tuple[int, ...] = (), dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of a value throughout, made once."""
     with torch.inference_mode(False):
-        return torch.full(shape, value, dtype=dtype)
+        return torch.full(shape, value, dtype=dtype, device="cpu")
 
 
 def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,13 +183,13 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     A row of zeros is of any values; one that is not finite has no finite largest.
     """
     largest = rows.abs().amax(1, keepdim=True)
-    scaled = torch.addcdiv(_full((rows.shape[1],), 128.5), rows, largest, value=MOST)
+    scaled = torch.addcdiv(constant(128.5, (rows.shape[1],)), rows, largest, value=MOST)
     return scaled.to(torch.int32).to(torch.uint8), largest  # by way of int32, which takes a third of the time
 
 
 def _exact_product(rows: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """Products [M, N] float32 of rows [M, K] uint8, whose 0 is 128, and a packed weight, times the scale [N]."""
-    zeros = _full((scale.shape[0],), 0, torch.int64)
+    zeros = constant(0, (scale.shape[0],), torch.int64)
     out: Tensor = torch.ops.onednn.qlinear_pointwise.default(
         rows, 1.0, 128, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )

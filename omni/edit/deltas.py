@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from omni.cpu import is_int8
 from omni.errors import UserError
 from omni.lora import attach as lora
-from omni.model.linears import checksum_of, crc_of, dense_weight, is_quantized, plain_checksum
+from omni.model.linears import checksum_of, crc_of, dense_weight, is_quantized
 from omni.utils.private import saved_tensor_hooks
 
 MLP = re.compile(r"(?P<stack>.*(?:blocks|layers|h))\.(?P<number>\d+)\.mlp\.(?:up|down|up_proj|down_proj|c_fc|c_proj)")
@@ -194,7 +194,7 @@ class Edits:
 
     Attributes:
         deltas: change of each linear, by name.
-        base: checksum of each linear at the time when the edits were made (`linears.signature`); None where none was computed.
+        base: checksum of each linear at the time when the edits were made (`signature`); None where none was computed.
     """
 
     deltas: Mapping[str, Delta]
@@ -207,10 +207,6 @@ class Edits:
     def scaled(self, strength: float) -> Edits:
         """Multiply the edits by `strength`."""
         return replace(self, deltas={name: replace(delta, lr=delta.lr * strength) for name, delta in self.deltas.items()})
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Edits:
-        """Move to a device and convert to a type; with those of the model, nothing is converted at every step."""
-        return self.map(lambda tensor: tensor.to(device=device, dtype=dtype))
 
     def signed(self, model: nn.Module) -> Edits:
         """Add the checksums of the model's linears, so that any other base refuses the edits."""
@@ -246,7 +242,7 @@ class Edits:
             known = self.base[name]
             if signature(name, part) == known:
                 continue
-            if plain_checksum(part) == known:
+            if getattr(part, "plain_checksum", None) == known:
                 if is_int8(part):  # within half a step of the weight that they were made for
                     continue
                 why = "it was made for this weight before it was quantised; make the edits on the quantised model"
@@ -352,10 +348,9 @@ def attach_edits(model: nn.Module, edits: Edits) -> str:
     pairs = {}
     for target, delta in edits.deltas.items():
         own = next(parts[target].parameters(recurse=False))
-        dtype = own.dtype if own.is_floating_point() else None
         device = None if own.is_meta else own.device  # offloaded weights have no device before they run
-        own_type = Edits({target: delta}).map(Tensor.detach).to(device, dtype)  # converted now, not at every step
-        pairs[target] = own_type.deltas[target]
+        convert = functools.partial(Tensor.to, device=device, dtype=own.dtype if own.is_floating_point() else None)
+        pairs[target] = delta.map(Tensor.detach).map(convert)  # now, not at every step
     lora.attach_pairs(model, pairs, name)
     return name
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from copy import copy
 from random import Random
 from typing import Any, cast
 
@@ -168,13 +167,8 @@ class WhisperStream(EncoderStream):
         self.before = torch.zeros(samples_before(self.config.hop))
         self.mels = like.new_zeros(2, self.config.n_mels)
         self.row = like.new_zeros(1, self.config.width)
-        self.heard = [StreamingKeyValues(self.history) for _ in range(self.config.layers)]
-
-    def copy(self) -> WhisperStream:
-        """Another stream, which goes on from here by itself."""
-        copied = cast(WhisperStream, super().copy())
-        copied.heard = [heard.copy() for heard in self.heard]
-        return copied
+        heads = self.config.heads
+        self.heard = [like.new_zeros(2, 1, heads, 0, self.config.width // heads) for _ in range(self.config.layers)]
 
     @torch.no_grad()
     def push(self, audio: Tensor) -> Tensor:
@@ -227,8 +221,9 @@ class WhisperStream(EncoderStream):
         x = encoder.second_convolution(F.pad(rows, (0, 0, 0, len(new) % 2)))
         x = x + whisper.positional_embedding[self.frames : self.frames + len(x)].to(x.dtype)
         self.frames += len(x)
-        for block, heard in zip(whisper.blocks, self.heard, strict=True):
-            x = block.next_chunk(x, heard)
+        for layer, block in enumerate(whisper.blocks):
+            heard = self.heard[layer] if self.history is None else self.heard[layer][..., -self.history :, :]
+            x, self.heard[layer] = block.next_chunk(x, heard)
         return whisper.ln_post(x)
 
 
@@ -278,14 +273,16 @@ class EncoderBlock(ResidualAttentionBlock):
         x = x + self.attn.out(attended)
         return x + self.mlp(self.mlp_ln(x))
 
-    def next_chunk(self, x: Tensor, heard: StreamingKeyValues) -> Tensor:
-        """A clip's next chunk `[T, D]`, whose frames also hear those before it."""
+    def next_chunk(self, x: Tensor, heard: Tensor) -> tuple[Tensor, Tensor]:
+        """A clip's next chunk `[T, D]`, whose frames also hear those before it, and the keys and values of all of them; `heard`
+        are those before it, `[2, 1, H, S, D / H]`."""
         y = self.attn_ln(x)
         q, k, v = (
             part(y).unflatten(1, (self.heads, -1)).transpose(0, 1)[None]
             for part in (self.attn.query, self.attn.key, self.attn.value)
         )
-        return self._after(x, attention(q, *heard.add(k, v))[0].transpose(0, 1).flatten(1))
+        heard = torch.cat([heard, torch.stack([k, v])], dim=3)
+        return self._after(x, attention(q, *heard)[0].transpose(0, 1).flatten(1)), heard
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packing) -> Tensor:
@@ -312,35 +309,3 @@ def _side_by_side(x: Tensor, group: AttentionGroup, heads: int) -> Tensor:
     if group.index is not None:
         x = x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.index, x)
     return x.view(group.clips, group.longest, heads, -1).transpose(1, 2)
-
-
-class StreamingKeyValues:
-    """Keys and values of a clip's last frames in one layer, in memory of twice their size: each is copied few times.
-    `history`: how many frames before a chunk it hears; None for all."""
-
-    def __init__(self, history: int | None) -> None:
-        self.history, self.start, self.end = history, 0, 0
-        self.memory: Tensor | None = None
-        self.shared = False  # with another, so that it is not written
-
-    def copy(self) -> StreamingKeyValues:
-        """Another one, which copies what is held once more is heard."""
-        copied = copy(self)
-        copied.shared = True
-        return copied
-
-    def add(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes those of a chunk `[1, H, T, D / H]`; returns those of the frames before that it hears, and its own."""
-        count, memory = key.shape[2], self.memory
-        self.start = self.start if self.history is None else max(self.start, self.end - self.history)
-        if memory is None or self.shared or self.end + count > memory.shape[3]:
-            held = self.end - self.start
-            with torch.inference_mode(False):  # what comes next may be written in another mode
-                self.memory = key.new_empty((2, *key.shape[:2], 2 * (held + count), key.shape[3]))
-            if memory is not None:
-                self.memory[:, :, :, :held] = memory[:, :, :, self.start : self.end]
-            memory, self.start, self.end, self.shared = self.memory, 0, held, False
-        end = self.end + count
-        memory[0, :, :, self.end : end], memory[1, :, :, self.end : end] = key, value
-        self.end = end
-        return memory[0, :, :, self.start : end], memory[1, :, :, self.start : end]

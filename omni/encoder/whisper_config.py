@@ -64,7 +64,7 @@ class WhisperConfig(EncoderConfig):
     width: Annotated[int, Field(ge=4, le=1 << 20)] = 384
     heads: PositiveInt = 6
     layers: Annotated[int, Field(ge=1, le=1000)] = 4
-    window_seconds: float = 30.0
+    window_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     mode: EncoderMode = "variable"
     mel_floor: MelFloor = "clip"
     long_audio: LongAudio = "refuse"
@@ -81,8 +81,6 @@ class WhisperConfig(EncoderConfig):
             raise UserError(f"encoder.n_mels={self.n_mels}: Whisper's filter banks have 80 or 128 bands")
         if self.width % 2 or self.width % self.heads:
             raise UserError(f"encoder.width={self.width}: it must be even and divisible by heads={self.heads}")
-        if self.window_seconds > 3600:
-            raise UserError(f"encoder.window_seconds={self.window_seconds}: a window lasts at most 3600 s")
         if not 1 <= self.hop <= WINDOW or SAMPLE_RATE % (2 * self.hop):
             raise UserError(
                 f"encoder.hop={self.hop}: it must divide {SAMPLE_RATE // 2} and be at most {WINDOW}, as 160 and 320"
@@ -100,7 +98,7 @@ class WhisperConfig(EncoderConfig):
         if self.mode == "chunked":
             self._check_chunks()
         positions = self.window_seconds * self.frames_per_second
-        if not 0.5 < positions < float("inf") or abs(positions - round(positions)) > 1e-6:
+        if positions <= 0.5 or abs(positions - round(positions)) > 1e-6:
             frame = 1 / self.frames_per_second
             raise UserError(f"encoder.window_seconds={self.window_seconds}: give a multiple of {frame:g} s above 0")
 

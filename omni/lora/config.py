@@ -7,7 +7,6 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from omni.errors import UserError
 from omni.utils.configuration import configuration
 
 
@@ -23,16 +22,16 @@ class LoRAConfig:
         rank_stabilized: divide alpha by the square root of the rank.
     """
 
-    targets: tuple[str, ...] = ("decoder.blocks.*",)
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("decoder.blocks.*",)
     rank: PositiveInt = 8
     alpha: PositiveFloat = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rank_stabilized: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.targets:
-            raise UserError("lora.targets is empty; give a list of names of linears, such as ['decoder.blocks.*']")
-
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        return self.alpha / self.divisor(self.rank)
+
+    def divisor(self, rank: int) -> float:
+        """What alpha is divided by for a pair of that rank."""
+        return math.sqrt(rank) if self.rank_stabilized else rank

@@ -133,21 +133,19 @@ def weights_of(
         check_known(model, [DEFAULT])
     first = next(iter(added.values()))
     stabilized = all(pair.stabilized for pair in added.values())
-    rank = first.a.shape[0]
-    alpha = first.scale * (math.sqrt(rank) if stabilized else rank)
-    config = LoRAConfig(tuple(added), rank, alpha, first.dropout.p, stabilized)
+    config = LoRAConfig(tuple(added), len(first.a), dropout=first.dropout.p, rank_stabilized=stabilized)
+    config = replace(config, alpha=first.scale * config.divisor(config.rank))
     pairs = {
         target: (state[f"{target}.lora.{DEFAULT}.a"], state[f"{target}.lora.{DEFAULT}.b"], pair.scale)
         for target, pair in added.items()
     }
-    partial = frozenset(key for key in whole if not _is_complete(model, key.rpartition(".")[0], whole))
-    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base, text_rows_of(model), partial)
-
-
-def _is_complete(model: nn.Module, module: str, whole: Sequence[str]) -> bool:
-    """Whether all parameters of a module, which is no adapted linear, are among the trained ones (`whole`)."""
-    part = model.get_submodule(module)
-    return not hasattr(part, "lora") and all(f"{module}.{name}" in whole for name, _ in part.named_parameters())
+    partial = set[str]()  # of modules that are adapted linears, or have parameters that were not trained
+    for key in whole:
+        module = key.rpartition(".")[0]
+        part = model.get_submodule(module)
+        if hasattr(part, "lora") or not all(f"{module}.{name}" in whole for name, _ in part.named_parameters()):
+            partial.add(key)
+    return AdapterWeights(pairs, config, {key: state[key] for key in whole}, base, text_rows_of(model), frozenset(partial))
 
 
 @torch.no_grad()
@@ -222,7 +220,7 @@ def _settings(
     config: LoRAConfig, pairs: Mapping[str, tuple[Tensor, Tensor, float]], modules: list[str], base: str | None
 ) -> dict[str, Any]:
     ranks = {name: a.shape[0] for name, (a, _, _) in pairs.items() if a.shape[0] != config.rank}
-    alphas = {name: scale * _divisor(config, a) for name, (a, _, scale) in pairs.items()}
+    alphas = {name: scale * config.divisor(len(a)) for name, (a, _, scale) in pairs.items()}
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -240,11 +238,6 @@ def _settings(
         "init_lora_weights": True,
         "inference_mode": True,
     }
-
-
-def _divisor(config: LoRAConfig, a: Tensor) -> float:
-    """The divisor of alpha that gives a pair's scale, by its A [r, in]."""
-    return math.sqrt(a.shape[0]) if config.rank_stabilized else a.shape[0]
 
 
 # --- in ---------------------------------------------------------------------------------------------------------------
@@ -331,7 +324,7 @@ def _sort(
         alpha = _own(read.alpha_pattern, name, f"{path / CONFIG}: alpha_pattern", config.alpha)
         if a.shape[0] != rank:
             raise UserError(f"{path}: lora_A of {name} is {list(a.shape)}, but {CONFIG} gives it the rank {rank}")
-        pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, alpha / _divisor(config, a))
+        pairs[our_name(f"{name}.").removesuffix(".")] = (a, b, alpha / config.divisor(len(a)))
     if not pairs:
         raise UserError(f"{path / WEIGHTS} holds no lora_A and lora_B; it is no adapter")
     return pairs, whole, frozenset(copies)
@@ -419,7 +412,8 @@ def merged(model: Foreign, folder: Path) -> Foreign:
     for name, tensor in weights.whole.items():
         if name not in tensors or not fits(name, tensor.shape, tensors[name].shape):
             raise UserError(f"{folder}: {name} {list(tensor.shape)} does not fit {model.path}; it is another model's")
-        tensors[name] = _first_rows(Lazy.of(tensor).to(tensors[name].dtype, name), tensors[name])
+        own, first = tensors[name], Lazy.of(tensor).to(tensors[name].dtype, name)
+        tensors[name] = first if first.shape == own.shape else joined([first, own.rows(first.length, own.length)])
     for name, (a, b, scale) in weights.pairs.items():
         tensors[f"{name}.weight"] = _with(tensors[f"{name}.weight"], a, b, scale, f"{folder}: {name}")
     return replace(model, tensors=tensors)
@@ -434,11 +428,6 @@ def _parted(model: Foreign, weights: AdapterWeights) -> Foreign:
         return model
     tensors = {**model.tensors, f"{TEXT_HEAD}.weight": model.tensors[f"{TEXT_TABLE}.weight"]}
     return replace(model, tensors=tensors, config=replace(config, decoder=replace(config.decoder, tie_text=False)))
-
-
-def _first_rows(first: Lazy, own: Lazy) -> Lazy:
-    """Replaces the first rows of `own` by `first`; further rows stay."""
-    return first if first.shape == own.shape else joined([first, own.rows(first.length, own.length)])
 
 
 def _with(weight: Lazy, a: Tensor, b: Tensor, scale: float, name: str) -> Lazy:

@@ -9,7 +9,6 @@ Dimensions: B batch, T time, S keys, W width, H heads, G key/value heads, D size
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import DecoderConfig
-from omni.cpu import Normed, linear, normed, together
+from omni.cpu import Normed, constant, linear, normed, together
 from omni.model.attention import PackedRows, attention
 from omni.model.kv_cache import Cache
 from omni.model.recompute import selectively
@@ -53,12 +52,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if turned.dtype == x.dtype else turned.to(x.dtype)
 
 
-@lru_cache
-def _constant(value: float) -> Tensor:
-    with torch.inference_mode(False), torch.device("cpu"):
-        return torch.tensor(value, dtype=torch.float32)
-
-
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich 2019): `torch.nn.RMSNorm` with half the kernels on a CPU.
 
@@ -76,7 +69,7 @@ class RMSNorm(nn.RMSNorm):
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(_constant(self.eps or 0.0), length, length, value=1 / x.shape[-1]).rsqrt() * weight
+        return x * torch.addcmul(constant(self.eps or 0.0), length, length, value=1 / x.shape[-1]).rsqrt() * weight
 
 
 class Attention(nn.Module):

@@ -97,8 +97,7 @@ class Decoder(nn.Module):
         """Embed tokens [B, K, T] (ids local to each stream) to [B, T, W]; features [N, W] are used where feature_index
         [B, T] >= 0."""
         a = self.layout.n_audio
-        audio = self.audio_embedding(tokens[:, :a] + self.offsets).sum(1)
-        text = self.text_embedding(tokens[:, a])
+        audio, beside = self.audio_embedding(tokens[:, :a] + self.offsets).sum(1), None
         if features is not None and feature_index is not None:
             here = (feature_index >= 0)[..., None]
             # Columns without a feature take a row that has no gradient: summed up at one of the features, theirs would be added
@@ -107,14 +106,13 @@ class Decoder(nn.Module):
             index = torch.where(feature_index >= 0, feature_index, len(features))
             placed = F.embedding(index, padded, padding_idx=len(features)).to(audio.dtype)
             if self.layout.features == "replace":
-                x = self._combine(torch.where(here, a * placed, audio) + text)
+                audio = torch.where(here, a * placed, audio)
             else:
-                x = self._combine(audio + text) + torch.where(here, placed, 0)
-            return x
-        return self._combine(audio + text)
-
-    def _combine(self, x: Tensor) -> Tensor:
-        return x / len(self.layout) if self.config.combine == "mean" else x
+                beside = torch.where(here, placed, 0)
+        x = audio + self.text_embedding(tokens[:, a])
+        if self.config.combine == "mean":
+            x = x / len(self.layout)
+        return x if beside is None else x + beside
 
     def forward(
         self,
@@ -167,10 +165,7 @@ class Decoder(nn.Module):
     @property
     def text_weight(self) -> Tensor:
         """Weight of the text head, [V, W]."""
-        if self.text_head is not None:
-            return _weight(self.text_head)
-        table = self.text_embedding
-        return table.dense() if isinstance(table, Int8Embedding) else table.weight
+        return _weight(self.text_embedding if self.text_head is None else self.text_head)
 
     @property
     def audio_weight(self) -> Tensor:
@@ -204,7 +199,10 @@ class Decoder(nn.Module):
         return [*self.split_audio(self.audio_logits(hidden)), self.text_logits(hidden)]
 
 
-def _weight(head: nn.Linear) -> Tensor:
+def _weight(head: nn.Linear | nn.Embedding) -> Tensor:
+    """The weight of a head, or of the table that it is tied to."""
+    if isinstance(head, Int8Embedding):
+        return head.dense()
     return dense_weight(head) if is_quantized(head) else head.weight
 
 

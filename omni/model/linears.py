@@ -46,12 +46,7 @@ def checksum_of(name: str, weight: Tensor, text_rows: int | None = None) -> int:
     """
     if text_rows is not None and name == TEXT_HEAD:
         weight = weight[:text_rows]
-    return crc_of(weight.to(torch.bfloat16), name_crc(name))
-
-
-def name_crc(name: str) -> int:
-    """CRC-32 of a linear's name, from which `checksum_of` its weight continues."""
-    return zlib.crc32(name.encode())
+    return crc_of(weight.to(torch.bfloat16), zlib.crc32(name.encode()))
 
 
 def checksum(names: Iterable[str], read: Callable[[str], Tensor | int], text_rows: int | None = None) -> int:
@@ -95,17 +90,14 @@ def fuse(model: nn.Module) -> int:
     count = 0
     for part in model.modules():
         linears = [getattr(part, name) for name in getattr(type(part), "TOGETHER", ())]
-        if linears and all(map(_plain, linears)) and len({linear.bias is None for linear in linears}) == 1:
+        plain = all(type(part) is nn.Linear and all(type(p.data) is Tensor for p in part.parameters()) for part in linears)
+        if linears and plain and len({linear.bias is None for linear in linears}) == 1:
             with torch.inference_mode(False), torch.no_grad():
                 weight = fuse_weights([linear.weight for linear in linears])
                 bias = None if linears[0].bias is None else fuse_weights([linear.bias for linear in linears])
             linears[0].__dict__["fused"] = FusedWeight(weight, bias, tuple(map(_addresses, linears)))
             count += 1
     return count
-
-
-def _plain(linear: nn.Module) -> bool:
-    return type(linear) is nn.Linear and all(type(p.data) is Tensor for p in linear.parameters())
 
 
 def _addresses(linear: nn.Linear) -> tuple[int, int]:
@@ -165,11 +157,6 @@ def dense_weight(linear: nn.Module) -> Tensor:
         return bits.dequantize_4bit(weight.data, weight.quant_state).to(weight.quant_state.dtype)
     state: Any = weight if weight.CB is not None else linear.state  # the first pass moves it
     return bits.int8_vectorwise_dequant(state.CB, state.SCB).to(torch.float32)
-
-
-def plain_checksum(linear: nn.Module) -> int | None:
-    """`checksum_of` the weight before `quantize`; None where the weight is plain, or was quantised by another library."""
-    return getattr(linear, "plain_checksum", None)
 
 
 Packed = tuple[int, dict[str, Tensor]]
@@ -273,9 +260,9 @@ def base_checksum(model: nn.Module, names: Iterable[str]) -> int:
 
 
 def base_weight(linear: nn.Module) -> Tensor | int:
-    """The weight that adapters of a linear belong to; for a quantised one the checksum of the weight before quantisation
-    (`checksum`), where known."""
-    known = plain_checksum(linear)
+    """The weight that adapters of a linear belong to; of a quantised one `checksum_of` the weight before, which is known
+    unless another library quantised it."""
+    known: int | None = getattr(linear, "plain_checksum", None)
     return known if known is not None else dense_weight(linear)
 
 
@@ -285,8 +272,7 @@ def has_weight(model: nn.Module, name: str, value: Tensor) -> bool:
     linear = linears_of(model).get(target)
     if linear is None:
         return False
-    known = plain_checksum(linear)
-    if known is not None:
-        return value.shape[1:] == (linear.in_features,) and checksum_of(target, value, text_rows_of(model)) == known
-    own = torch.as_tensor(base_weight(linear))
+    own = base_weight(linear)
+    if isinstance(own, int):
+        return value.shape[1:] == (linear.in_features,) and checksum_of(target, value, text_rows_of(model)) == own
     return own.shape[1:] == value.shape[1:] and torch.equal(own[: len(value)].cpu().to(value.dtype), value)

@@ -81,15 +81,12 @@ class SpeechModel(nn.Module):
         self.encoder.config = self.config.encoder.with_chunk(milliseconds)
         self.config = replace(self.config, encoder=self.encoder.config)
 
-    def encode_frames(self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
-        """Encoder frames [sum(frames), C] of clips: features [N, M, F] with their true lengths; see `Encoder.run`."""
-        return self.encoder.run(inputs, input_lengths, frames)
-
     def encode(
         self, inputs: Tensor, input_lengths: Sequence[int], frames: Sequence[int], task: Tensor | Sequence[str] | None = None
     ) -> Tensor:
-        """Features [N, W] of clips one after another, as `forward` takes them; task: see `Projector.forward`."""
-        return self.projector(self.encode_frames(inputs, input_lengths, frames), frames, task)
+        """Features [N, W] of clips one after another, as `forward` takes them, of what `Encoder.run` takes; task: see
+        `Projector.forward`."""
+        return self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task)
 
     def forward(
         self,

@@ -95,7 +95,7 @@ def test_a_head_that_has_learned_it_ends_the_turn_after_the_end_and_not_in_the_p
         features = [ENCODER.features(sound) for sound in sounds]
         frames = [ENCODER.clip_frames(len(sound)) for sound in sounds]
         labels = torch.cat([turn_labels(speech(mel), n) for mel, n in zip(features, frames, strict=True)])
-        loss = turn_loss(model.turn_head(model.encode_frames(*collate(features), frames)), labels) / (labels >= 0).sum()
+        loss = turn_loss(model.turn_head(model.encoder.run(*collate(features), frames)), labels) / (labels >= 0).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

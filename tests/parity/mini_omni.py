@@ -268,7 +268,7 @@ def ours(s: Setting, model: SpeechModel, ends: dict[str, Rows]) -> Iterator[tupl
 def encode(model: SpeechModel, clip: Tensor) -> Tensor:
     """Encoder frames [T, C] of a clip."""
     mel = model.encoder.config.features(clip)
-    return model.encode_frames(mel[None], [mel.shape[1]], [model.encoder.config.frames(len(clip))]).detach()
+    return model.encoder.run(mel[None], [mel.shape[1]], [model.encoder.config.frames(len(clip))]).detach()
 
 
 def columns_of(s: Setting, lm: SpeechLM, task: str) -> Columns:

@@ -224,7 +224,7 @@ class Objective(nn.Module):
             encoder = model.config.encoder
             lengths, frames = [encoder.feature_frames(1)], [1]
             inputs = torch.zeros(1, encoder.bands, lengths[0], device=batch.tokens.device)
-        heard = model.encode_frames(inputs, lengths, frames)
+        heard = model.encoder.run(inputs, lengths, frames)
         if model.projector.tasks:
             count = sum(-(-n // model.projector.stack) for n in frames)
             features = model.projector(heard, frames, feature_tasks(batch, count))

@@ -35,7 +35,7 @@ def test_features_of_a_packed_batch_have_the_tasks_of_their_examples() -> None:
     task, place = feature_tasks(batch, count), 0
     for row, column in (batch.feature_index == 0).nonzero().tolist():
         assert task[0] == batch.task[row, column]
-    heard = model.encode_frames(batch.inputs, batch.input_lengths, batch.frames)
+    heard = model.encoder.run(batch.inputs, batch.input_lengths, batch.frames)
     names, pieces = ("A1T1", "A1T2", "A1A2", "T1A1", "T1A2", "T1T2"), []
     for frames in heard.split(batch.frames):
         length = -(-len(frames) // 2)

@@ -21,7 +21,7 @@ from train.objective.objective import Objective, targets
 def ctc(model: SpeechModel, batch: Batch) -> torch.Tensor:
     """torch's, clip by clip, of those with a transcript; of two spellings the first 5 times."""
     first, wanted = model.config.ctc, torch.zeros(())
-    heard = model.encode_frames(batch.inputs, batch.input_lengths, batch.frames).split(batch.frames)
+    heard = model.encoder.run(batch.inputs, batch.input_lengths, batch.frames).split(batch.frames)
     for h, ids in zip(heard, batch.transcripts, strict=True):
         logits = model.alignment_head(h)
         parts = [(1.0, logits, ids)]

@@ -41,7 +41,7 @@ def test_it_is_plain_cross_entropy_over_the_labels(model: SpeechModel) -> None:
     twin = copy.deepcopy(model)
     losses = Objective(model, WEIGHT)(batch, targets(batch))
     losses.total.backward()
-    heard = twin.encode_frames(batch.inputs, batch.input_lengths, batch.frames)
+    heard = twin.encoder.run(batch.inputs, batch.input_lengths, batch.frames)
     total, count = torch.zeros(()), 0
     for logits, labels in zip(twin.turn_head(heard), batch.turn, strict=True):
         for logit, label in zip(logits, labels, strict=True):
@@ -80,7 +80,7 @@ def test_parts_of_a_step_add_up_to_the_whole(model: SpeechModel) -> None:
     sum(one.total for one in found).backward()
     wanted, count = torch.zeros(()), 0
     for batch in batches[:2]:
-        logits = model.turn_head(model.encode_frames(batch.inputs, batch.input_lengths, batch.frames))
+        logits = model.turn_head(model.encoder.run(batch.inputs, batch.input_lengths, batch.frames))
         there = batch.turn >= 0
         wanted = wanted + F.binary_cross_entropy_with_logits(logits[there], batch.turn[there].float(), reduction="sum")
         count += int(there.sum())
