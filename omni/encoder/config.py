@@ -157,10 +157,6 @@ class EncoderConfig(ABC):
             "with encoder.mode=chunked"
         )
 
-    def narrow(self) -> EncoderConfig:
-        """A small encoder with the same kinds of parts, to try a step on; by default the same."""
-        return self
-
 
 ENCODERS: Registry[type[EncoderConfig]] = Registry("encoder")
 """Configurations of encoders by kind; `omni.encoder.base.register_encoder` adds one with its module."""

@@ -23,7 +23,7 @@ from whisper.model import AudioEncoder, ResidualAttentionBlock
 
 from omni.audio.mel import samples_before
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
-from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, AttentionGroup, Chunks, Packing, pack
+from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, Chunks, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.model.attention import attention, multiplied_in, takes_packed
@@ -176,23 +176,21 @@ class WhisperStream(EncoderStream):
         they are of another shape, or make the sound longer than the encoder takes; nothing of them is taken."""
         if audio.ndim != 1:
             raise UserError(f"sound of shape {list(audio.shape)} for the encoder: give one channel, [samples]")
-        if not len(audio):
-            return self._joined([])
-        self.config.clips(self.samples + len(audio))  # refuses where the configuration does
-        self.samples += len(audio)
-        self.pending.append(audio.cpu())
-        count, out = sum(map(len, self.pending)), list[Tensor]()
-        if count < min(self.size, self.left):
-            return self._joined([])
-        sound, at = torch.cat(self.pending), 0
-        while count - at > 0 and (piece := min(self.size, self.left)) <= count - at:
-            out.append(self._chunk(sound[at : at + piece]))
-            at += piece
-            self.left -= piece
-            if not self.left:
-                self._begin()
-        self.pending = [sound[at:]]
-        return self._joined(out)
+        if len(audio):
+            self.config.clips(self.samples + len(audio))  # refuses where the configuration does
+            self.samples += len(audio)
+            self.pending.append(audio.cpu())
+        count, at, out = sum(map(len, self.pending)), 0, [self.row[:0]]
+        if count >= min(self.size, self.left):
+            sound = torch.cat(self.pending)
+            while count - at > 0 and (piece := min(self.size, self.left)) <= count - at:
+                out.append(self._chunk(sound[at : at + piece]))
+                at += piece
+                self.left -= piece
+                if not self.left:
+                    self._begin()
+            self.pending = [sound[at:]]
+        return torch.cat(out)
 
     @torch.no_grad()
     def finish(self) -> Tensor:
@@ -205,10 +203,7 @@ class WhisperStream(EncoderStream):
         out = [self._chunk(rest)] if whole or (first and len(rest)) else []
         self.pending, self.samples = [], 0
         self._begin()
-        return self._joined(out)
-
-    def _joined(self, chunks: list[Tensor]) -> Tensor:
-        return torch.cat(chunks) if chunks else self.row.new_zeros(0, self.config.width)
+        return torch.cat([self.row[:0], *out])
 
     def _chunk(self, sound: Tensor) -> Tensor:
         """The frames of the clip's next samples."""
@@ -297,15 +292,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packi
     attended = []
     rows = zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for group, qkv in zip(packing.groups, rows, strict=True):
-        q, k, v = (_side_by_side(x, group, heads) for x in qkv)
+        if group.index is not None:  # zeros behind the shorter clips
+            qkv = tuple(x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.index, x) for x in qkv)
+        q, k, v = (x.view(group.clips, group.longest, heads, -1).transpose(1, 2) for x in qkv)
         out = attention(q, k, v, group.mask)
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
         attended.append(out if group.index is None else out.index_select(0, group.index))
     return torch.cat(attended)
-
-
-def _side_by_side(x: Tensor, group: AttentionGroup, heads: int) -> Tensor:
-    """Rows of a group `[rows, D]` as `[clips, H, longest, D / H]`, zeros behind the shorter clips."""
-    if group.index is not None:
-        x = x.new_zeros(group.clips * group.longest, x.shape[1]).index_copy(0, group.index, x)
-    return x.view(group.clips, group.longest, heads, -1).transpose(1, 2)

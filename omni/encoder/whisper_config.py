@@ -213,9 +213,6 @@ class WhisperConfig(EncoderConfig):
             )
         return chosen
 
-    def narrow(self) -> WhisperConfig:
-        return replace(self, width=64, heads=2)
-
 
 ENCODERS.add(WhisperConfig.kind, WhisperConfig)
 

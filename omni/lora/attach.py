@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,18 +148,8 @@ if hasattr(os, "register_at_fork"):  # a process is forked between two changes, 
     os.register_at_fork(before=CHANGING.acquire, after_in_parent=CHANGING.release, after_in_child=CHANGING.release)
 
 
-class Pair(Protocol):
-    """Interface of a low-rank addition to a linear."""
-
-    @property
-    def up(self) -> Tensor:
-        """[out, r]."""
-
-    def low(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., r]."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+Pair = Any
+"""What is added to a linear's output, a `LowRank` or an edit's `Delta`: `low(x)` [..., r], `up` [out, r]; a call [..., out]."""
 
 
 class Adapters(nn.Module):

@@ -221,7 +221,8 @@ SHARING: dict[str, Callable[..., nn.Module]] = {
 
 def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
     """Refuse settings that the module of that name does not have, or of another type (UserError)."""
-    known = settings_of(name)
+    parameters = inspect.signature(SHARING[name]).parameters.values()
+    known = {p.name: p.default for p in parameters if p.default is not p.empty}
     for key, value in settings.items():
         if key not in known:
             raise UserError(f"{where}.{key} is unknown to {name}; {closest(key, known)}")
@@ -238,9 +239,3 @@ def check_settings(name: str, settings: Mapping[str, Any], where: str) -> None:
             f"{where}.experts is {experts}; dselect_k numbers them in binary: give a power of two, 2 at least (for one expert, "
             "which has no gate, take hard)"
         )
-
-
-def settings_of(name: str) -> dict[str, Any]:
-    """Settings of the module of that name, with their defaults."""
-    parameters = inspect.signature(SHARING[name]).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}

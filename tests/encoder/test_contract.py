@@ -122,7 +122,6 @@ def test_the_least_clip_of_a_step_without_speech(config: EncoderConfig) -> None:
 def test_blocks_are_those_of_the_configuration(config: EncoderConfig) -> None:
     encoder = make(config)
     assert len(encoder.blocks) == config.layers
-    assert isinstance(build_encoder(config.narrow()), Encoder)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMES)
