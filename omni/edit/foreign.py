@@ -79,12 +79,6 @@ def read_editor(
         raise UserError(
             f"{path} has factors for {len(lrs)} linears, but {len(shapes)} are named; name those it was trained for"
         )
-    wanted = {str(shape) for shape in shapes.values()}
-    for key in groups:
-        if shared and key not in wanted:
-            raise UserError(
-                f"{path} edits linears of shape {key}, the named ones are {', '.join(wanted)}; is it another model's?"
-            )
     config = MendConfig(
         transform=_transform(groups, options, path),
         shared=shared,
@@ -97,7 +91,9 @@ def read_editor(
     for (name, shape), their in zip(shapes.items(), theirs, strict=True):
         group = groups.get(str(shape) if shared else their.removesuffix(".weight").replace(".", "#") + "#weight")
         if group is None:
-            raise UserError(f"{path} has no network for {their} of shape {shape}; it has some for {', '.join(groups)}")
+            raise UserError(
+                f"{path} has no network for {their} of shape {shape}, but for {', '.join(groups)}; is it another model's?"
+            )
         ours.update({f"transforms.{mend.networks[name][0]}.0.{k}": v for k, v in _tensors(group, path).items()})
     try:
         mend.load_state_dict(ours)

@@ -118,31 +118,14 @@ class SpeechModel(nn.Module):
         Raises:
             ValueError: one of `input_pos` and `cache` without the other.
         """
-        return self.decoder(
-            tokens,
-            features,
-            feature_index,
-            positions=positions,
-            segments=segments,
-            packed=packed,
-            input_pos=input_pos,
-            cache=cache,
-        )
+        where: dict[str, Any] = {"positions": positions, "segments": segments, "packed": packed}
+        return self.decoder(tokens, features, feature_index, **where, input_pos=input_pos, cache=cache)
 
     def make_cache(self, rows: int, length: int, *, chunk: int = 1) -> KVCache:
         """A cache for `rows` sequences of up to `length` positions; `chunk` is the longest prefill piece under a window."""
-        c = self.config.decoder
-        return KVCache(
-            c.layers + c.post_layers,
-            rows,
-            length,
-            c.kv_heads,
-            c.head_size,
-            window=c.window,
-            chunk=chunk,
-            dtype=self.decoder.norm.weight.dtype,
-            device=self.device,
-        )
+        c, weight = self.config.decoder, self.decoder.norm.weight
+        shape = c.layers + c.post_layers, rows, length, c.kv_heads, c.head_size
+        return KVCache(*shape, window=c.window, chunk=chunk, dtype=weight.dtype, device=weight.device)
 
 
 class Unfilled(TorchFunctionMode):
