@@ -179,16 +179,6 @@ def test_edits_under_autocast(model, name, recomputed):
     assert all(d.b.grad.dtype == torch.float32 and d.b.grad.any() for d in edits.deltas.values())
 
 
-def test_edits_of_a_model_in_half_precision(model, name):
-    model.to(torch.bfloat16)
-    edits, ids = some_edits(model), batch_of(name, 1)
-    with torch.inference_mode(), edited(model, edits):
-        got = all_logits(model, ids)
-    with torch.inference_mode(), edited(model, edits.map(lambda t: t.to(torch.bfloat16))):
-        assert_near(all_logits(model, ids), got, 1e-2)
-    assert got.dtype == torch.bfloat16
-
-
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
