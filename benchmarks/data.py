@@ -37,8 +37,7 @@ from omni.config import preset
 from omni.text import Tokenizer
 from omni.utils.profiling import seconds_of
 from train.data.batching.examples import ExampleMaker
-from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline, StepLoader
 from train.data.config import WINDOW, PackingConfig
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows

@@ -35,7 +35,7 @@ from train.checkpoint.upload import Uploads, bring_back, in_background
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig
 from train.console.progress import counted
-from train.data.batching.packer import States, merge
+from train.data.batching.loader import States, merge
 from train.distributed.fabric import launch_names, restarted
 from train.distributed.process_group import ProcessGroup
 from train.optim.optimizer import Average, check_larger, due, extension, used

@@ -27,7 +27,6 @@ from train.data.inspect.filter import DROPPED, filter_rows, read_rules
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
 from train.data.inspect.measures import Codecs
 from train.data.inspect.scan import Scan, add_processes, add_target, chosen_processes, chosen_target
-from train.data.inspect.stats import COLUMNS, SHOWN, STATS, TEXT_COLUMNS, collect, plain
 from train.data.inspect.validate import Summary, report, validate
 from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
@@ -35,7 +34,7 @@ from train.data.prepare.shards import REPORT, summary, untaken
 from train.data.readers import READERS
 
 if TYPE_CHECKING:
-    from train.data.inspect.collect import Collected, Group
+    from train.data.inspect.stats import Collected, Group
 
 
 def run_prepare(argv: Sequence[str]) -> int:
@@ -152,7 +151,7 @@ def run_filter(argv: Sequence[str]) -> int:
         chosen["data"], chosen["out"], rules, codecs, whisper, chosen["shard_mb"], chosen["progress"], processes
     )
     print(f"{report['rows']} of {report['rows'] + report['dropped']} rows kept in {chosen['out']}")
-    for line in report.get("unreadable_files", ())[:SHOWN]:
+    for line in report.get("unreadable_files", ())[:12]:
         print(f"warning: {line}")
     if report["dropped"]:
         print_table("", ("rule", "rows it drops"), [[name, str(count)] for name, count in report["rules"].items()])
@@ -168,13 +167,16 @@ def run_stats(argv: Sequence[str]) -> int:
         "a model also tokens and the columns of its examples. Recordings are not decoded: their headers say how long they are.",
     )
     parser.add_argument("data", type=given_path, help="Parquet file or folder of rows")
-    parser.add_argument("--out", type=given_path, help=f"write {STATS} and the pictures to this folder")
+    parser.add_argument("--out", type=given_path, help="write stats.json and the pictures to this folder")
     add_target(parser)
     parser.add_argument("--tasks", type=str, nargs="+", default=["A1A2"], help="tasks whose columns are counted, for a model")
     parser.add_argument("--codec_folder", type=given_path, help="weights of the codec, where it is a special one")
     add_processes(parser)
     add_progress(parser)
     chosen = parser.read(argv)
+    with importing():
+        from train.data.inspect.stats import STATS, collect, draw_all, plain
+
     target, codecs = chosen_target(chosen), Codecs(chosen["codec_folder"])
     tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
     scan, processes = Scan(chosen["data"]), chosen_processes(chosen)
@@ -184,9 +186,6 @@ def run_stats(argv: Sequence[str]) -> int:
     show_stats(collected)
     out, context = chosen["out"], target.config.decoder.context if target is not None else 0
     if out is not None:
-        with importing():
-            from train.data.inspect.collect import draw_all
-
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / STATS, plain(collected, chosen["data"]))
         print(f"wrote {', '.join(str(file) for file in [out / STATS, *draw_all(collected, out, context)])}")
@@ -195,7 +194,7 @@ def run_stats(argv: Sequence[str]) -> int:
 
 def show_stats(collected: Collected) -> None:
     """Prints the tables on standard output."""
-    from train.data.inspect.collect import codebook_use, summary
+    from train.data.inspect.stats import COLUMNS, SHOWN, codebook_use, summary
 
     whole = collected.all
     print(
@@ -225,6 +224,8 @@ def show_stats(collected: Collected) -> None:
 
 
 def _show_texts(collected: Collected) -> None:
+    from train.data.inspect.stats import TEXT_COLUMNS
+
     rows = []
     for side, counts in collected.texts.items():
         plain = counts.plain()
@@ -237,6 +238,8 @@ def _show_texts(collected: Collected) -> None:
 
 
 def _show_groups(name: str, groups: dict[str, Group]) -> None:
+    from train.data.inspect.stats import SHOWN
+
     order = sorted(groups.items(), key=lambda group: (-group[1].rows, group[0]))
     rows = [
         [value or "(none)", str(of.rows), str(of.turns), duration(of.question_seconds), duration(of.answer_seconds)]

@@ -13,7 +13,7 @@ from omni.errors import UserError
 from omni.generate.speech_time import SpeechTime, estimate
 from omni.text import Tokenizer
 from train.data.batching.examples import Alignment, ExampleMaker
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline
 from train.data.config import DataConfig, SourceConfig
 from train.data.rows.files import evenly
 from train.data.rows.parquet import Needed, StoredRows

@@ -17,7 +17,7 @@ from omni.utils.hardware import PEAK_FLOPS, peak_flops
 from omni.utils.profiling import GIB
 from train.config.run import FitConfig
 from train.console.progress import duration, short
-from train.data.batching.packer import PackerShard
+from train.data.batching.loader import PackerShard
 from train.data.build import build_pipeline
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import targets

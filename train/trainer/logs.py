@@ -24,7 +24,7 @@ from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.retention import CONFIG
 from train.console.progress import figures_line
 from train.data.batching.batch import Batch
-from train.data.batching.packer import Counts, Trained
+from train.data.batching.loader import Counts, Trained
 from train.distributed.process_group import ProcessGroup
 from train.objective.objective import Losses, PlainLosses
 from train.trainer.parts import Figures, Observer, Outcome

@@ -15,7 +15,7 @@ from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
 from train.console.progress import TrainProgress
-from train.data.batching.packer import update_states
+from train.data.batching.loader import update_states
 from train.distributed.process_group import ProcessGroup, is_lost
 from train.optim.optimizer import Optimizers, learning_rate, set_learning_rate
 from train.trainer.logs import DataCounts

@@ -18,7 +18,7 @@ from train.checkpoint.retention import newest
 from train.checkpoint.state import Position
 from train.config.run import FitConfig
 from train.console.progress import TrainProgress, counted, duration, percent
-from train.data.batching.packer import Trained
+from train.data.batching.loader import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
 from train.optim.optimizer import Optimizers

@@ -35,7 +35,7 @@ from train.config.run import FitConfig
 from train.config.sections import ValidationConfig
 from train.data.batching.batch import Batch, assemble
 from train.data.batching.examples import Example, ExampleMaker, Prepared, TooLong
-from train.data.batching.packer import choose
+from train.data.batching.loader import choose
 from train.data.build import held_out_rows
 from train.data.config import PackingConfig, SourceConfig
 from train.data.rows.row import Row

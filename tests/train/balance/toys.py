@@ -38,8 +38,7 @@ from train.config.sections import (
 )
 from train.data.batching.batch import Batch
 from train.data.batching.examples import Alignment
-from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline, StepLoader
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.mixture import TaskMixture
 from train.distributed.fabric import leave

@@ -17,7 +17,7 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.layout import Layout
 from omni.text import Tokenizer
 from train.data.batching.examples import ExampleMaker
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.parquet import write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound

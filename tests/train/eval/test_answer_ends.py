@@ -15,8 +15,7 @@ from tests.convert.hub_toys import edit_config, save_text, text_model
 from train.commands.models import run_convert as main
 from train.config.sections import ModelSection
 from train.data.batching.examples import ExampleMaker
-from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline, StepLoader
 from train.data.config import PackingConfig
 from train.data.rows.row import Row, RowTurn
 from train.data.sources.mixture import Mixture, TaskMixture

@@ -55,7 +55,7 @@ class Batch:
         names: `each`: row (`Example.where`) and tasks of each segment, in the rows one after another, empty for an unused end.
             No tuple itself, because Fabric looks through the elements of any container for tensors.
         turn: labels of the turn head for the frames of all clips, [sum of frames, 2] int8, see `Clip.turn`; None for none.
-        state: plain data: of the packer after this batch; see `train.data.batching.packer`.
+        state: plain data: of the packer after this batch; see `train.data.batching.loader`.
         known: what the host has found of the batch; kept by a copy with the same fields, not by `replace`.
     """
 

@@ -269,14 +269,13 @@ def row_judge(
 
     judge = RowFilter(rules, codecs, whisper() if whisper else None).judge
 
-    def block(items: list[FoundRow]) -> JudgedBlock:
-        judged = [judge(item) for item in items]
-        plain = [item.plain for item, row in zip(items, judged, strict=True) if not (row.reasons or row.heard)]
-        return judged, pa.Table.from_pylist(plain, schema=scan.schema)
-
     def blocks(rows: range) -> list[JudgedBlock]:
-        items = iter(scan.part(rows))
-        return [block(chunk) for chunk in iter(lambda: list(islice(items, BLOCK)), [])]
+        done, items = list[JudgedBlock](), iter(scan.part(rows))
+        while chunk := list(islice(items, BLOCK)):
+            judged = [judge(item) for item in chunk]
+            plain = [item.plain for item, row in zip(chunk, judged, strict=True) if not (row.reasons or row.heard)]
+            done.append((judged, pa.Table.from_pylist(plain, schema=scan.schema)))
+        return done
 
     return blocks
 

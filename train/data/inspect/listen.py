@@ -12,7 +12,7 @@ from omni.audio.wav import write_wav
 from omni.codec.registry import CODECS
 from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
-from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, measure
+from train.data.inspect.measures import BadSound, Codecs, load, measure
 from train.data.inspect.scan import Scan, Target
 from train.data.rows.row import Row, Sound
 
@@ -67,7 +67,7 @@ def sounds(row: Row, folder: Path, codecs: Codecs, overwrite: bool = False) -> l
             try:
                 codec = codecs.load(codes.codec)
                 audio = codec.decode(codecs.streams(codes)).cpu()
-            except (BadCodes, UserError) as error:
+            except UserError as error:
                 lines.append(f"{shape}, not decoded: {error}")
                 continue
             file = _written(folder / f"answer-{number}-codes.wav", audio, codec.sample_rate, overwrite)

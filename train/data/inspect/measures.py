@@ -120,12 +120,8 @@ def text_digest(*texts: str) -> int:
     return digest(*(" ".join(text.casefold().split()).encode() for text in texts))
 
 
-class BadCodes(ValueError):
+class BadCodes(UnfitReference):
     """Codes that no model can use; `kind` is `codes_order`, `codes_shape` or `codes_range`."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
 
 
 class Codecs:

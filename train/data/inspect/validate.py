@@ -16,7 +16,7 @@ from train.console.progress import Display, Progress
 from train.data.executor import HERE, Processes
 from train.data.inspect.checks import DIGESTS, MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Findings, check_row
 from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
-from train.data.inspect.scan import FoundRow, Scan, over
+from train.data.inspect.scan import Scan, over
 from train.data.prepare.shards import REPORT, checksum
 from train.data.rows.row import ROW_VERSION
 
@@ -70,9 +70,6 @@ class Seen:
     speakers: dict[str, int] = field(default_factory=dict)
     rows: int = 0
     seconds: float = 0.0
-
-    def add(self, item: FoundRow, name: str, digest: int) -> None:
-        self.digests[name].extend((digest, item.index))
 
     def merge(self, other: Seen) -> None:
         """Add later rows."""
@@ -142,7 +139,7 @@ def row_checks(scan: Scan, bounds: Bounds, codecs: Codecs) -> Callable[[range], 
                 noted += [(kind, item.where, text, 1) for kind, text in checked.problems]
                 for name, digests in checked.digests.items():
                     for digest in digests:
-                        seen.add(item, name, digest)
+                        seen.digests[name].extend((digest, item.index))
                 seen.rows += 1
                 sounds = [sound for turn in checked.turns for sound in (turn.question, turn.answer) if sound is not None]
                 seen.seconds += sum(sound.seconds for sound in sounds)
@@ -179,10 +176,10 @@ def other_rows(other: Scan) -> Callable[[range], tuple[Noted, Seen]]:
                 seen.speakers.setdefault(item.row.speaker, item.index)
             for turn in item.row.turns:
                 if turn.question_text.strip():
-                    seen.add(item, "texts", text_digest(turn.question_text))
+                    seen.digests["texts"].extend((text_digest(turn.question_text), item.index))
                 if turn.question_audio is not None:
                     try:
-                        seen.add(item, "audio", measure(turn.question_audio).digest)
+                        seen.digests["audio"].extend((measure(turn.question_audio).digest, item.index))
                     except BadSound as error:
                         noted.append((error.kind, item.where, f"question_audio: {error} (not compared)", 1))
         return noted, seen

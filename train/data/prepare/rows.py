@@ -37,96 +37,6 @@ if TYPE_CHECKING:
 _KEPT_FORMATS = ("FLAC", "OGG", "MP3", "MPEG")
 
 
-class RowMaker:
-    """Completes rows as a configuration says.
-
-    Args:
-        codec: the codec `config.codec`; None where answers stay as they are.
-        voices: voices by side, for the sides that are spoken.
-        origin: see `OpenedSource.origin`.
-    """
-
-    def __init__(
-        self, config: PrepareConfig, codec: AudioCodec | None, voices: dict[str, Voice], origin: tuple[Path, str] | None = None
-    ) -> None:  # fmt: skip
-        self.config, self.codec, self.voices, self.origin = config, codec, voices, origin
-
-    def make(self, row: Row, name: str) -> tuple[dict[str, Any], PrepareTally]:
-        """Make the plain data to store, and count the work for it; `name` is the row's id where it has none. UserError: sound
-        that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken."""
-        done = PrepareTally(items=1, rows=1, turns=len(row.turns))
-        row = replace(row, id=row.id or name)
-        turns = []
-        for number, turn in enumerate(row.turns):
-            try:
-                turns.append(self._turn(row, number, turn, done))
-            except StoreError:
-                raise
-            except UserError as error:
-                raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
-        speaker = row.speaker
-        if done.spoken_questions and not speaker:
-            speaker = self.voices["question"].speaker(row.language, key(self.config.seed, "question", row.id))
-        return to_plain(replace(row, turns=tuple(turns), speaker=speaker)), done
-
-    def _turn(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> RowTurn:
-        question = turn.question_audio
-        if question is None and "question" in self.voices and turn.question_text.strip():
-            question = self._say("question", turn.question_text, row, number)
-            done.spoken_questions += 1
-        if question is not None:
-            question, seconds = self._stored(question, self.config.question_rate)
-            done.question_seconds += seconds
-        audio, codes = self._answer(row, number, turn, done)
-        return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes)
-
-    def _answer(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> tuple[Sound | None, Codes | None]:
-        """Sound and codes of the answer; None for each that is not stored."""
-        audio, codes = turn.answer_audio, turn.answer_codes
-        fitting = codes is not None and (self.codec is None or codes.codec == self.codec.name)
-        if audio is None and not fitting and "answer" in self.voices and turn.answer_text.strip():
-            audio = self._say("answer", turn.answer_text, row, number)
-            done.spoken_answers += 1
-        if codes is not None and codes.frames.numel() == 0:
-            raise UserError("its answer_codes are empty: drop the row, or encode its sound again")
-        if self.codec is None:
-            if codes is not None and int(codes.frames.min()) < 0:
-                raise UserError(f"its answer_codes hold {int(codes.frames.min())}: codes start at 0")
-            done.codes_taken += codes is not None
-            if audio is not None:
-                audio, seconds = self._stored(audio, self.config.answer_rate)
-                done.answer_seconds += seconds
-            elif codes is not None:
-                done.answer_seconds += codes_seconds(codes) or 0.0
-            return audio, codes
-        if codes is not None and fitting:
-            frames = codes.for_codec(self.codec)
-            done.codes_taken += 1
-        elif audio is not None:
-            frames = self.codec.check(self.codec.encode(checked(audio.load(self.codec.sample_rate))))
-            done.encoded += 1
-        elif codes is not None:
-            said = "speak its answer_text with --speak answer" if turn.answer_text.strip() else "it has no answer_text to speak"
-            raise UserError(
-                f"its answer_codes are of the codec {codes.codec!r}, not {self.codec.name!r}, and it has no answer_audio to "
-                f"encode: {said}, or take the codes as they are, without --codec"
-            )
-        else:
-            return None, None
-        done.answer_seconds += frames.shape[1] / self.codec.frame_rate
-        kept = self._stored(audio, self.config.answer_rate)[0] if audio is not None and self.config.keep_answer_audio else None
-        return kept, Codes(self.codec.name, frames.cpu())
-
-    def _stored(self, sound: Sound, rate: int) -> tuple[Sound, float]:
-        if self.config.recordings == "copy" or sound.data or not sound.path:
-            return stored(sound, rate)
-        return referenced(sound, self.origin)
-
-    def _say(self, side: str, text: str, row: Row, number: int) -> Sound:
-        """Speak a side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
-        return self.voices[side].say(text, row.language, key(self.config.seed, side, row.id))
-
-
 def stored(sound: Sound, rate: int) -> tuple[Sound, float]:
     """Convert a sound for storage in its row, at `rate` (0: its own); returns it and its duration in seconds. It is decoded in
     any case: sound that cannot be decoded is not stored. Compressed files are kept as they are where the rate allows; all else
@@ -238,8 +148,8 @@ class BlockMaker:
                 )
             check_cache(path)
         self.source, self.schema = source, schema
-        voices = {side: voice_of(config, side) for side in config.sides}
-        self.maker = RowMaker(config, codec_of(config), voices, source.origin)
+        self.config, self.codec = config, codec_of(config)
+        self.voices = {side: voice_of(config, side) for side in config.sides}
 
     def __call__(self, items: range) -> PreparedBlock:
         """Make the block of these items; UserError where the source cannot be read at all."""
@@ -270,7 +180,7 @@ class BlockMaker:
 
         if isinstance(item, Broken):
             return item.why
-        plain, done = self.maker.make(item, f"{item.source or self.source.format}-{index:08d}")
+        plain, done = self._row(item, f"{item.source or self.source.format}-{index:08d}")
         try:
             tables.append(pa.Table.from_pylist([plain], schema=self.schema))
         except _BAD as error:  # it has a value that a column cannot hold
@@ -292,6 +202,81 @@ class BlockMaker:
             raise UserError(
                 f"the source ends at item {start + count} of {len(self.source)}: it changed; remove what is half made"
             )
+
+    def _row(self, row: Row, name: str) -> tuple[dict[str, Any], PrepareTally]:
+        """Make the plain data to store, and count the work for it; `name` is the row's id where it has none. UserError: sound
+        that cannot be read or is not finite, codes that do not fit, a text that cannot be spoken."""
+        done = PrepareTally(items=1, rows=1, turns=len(row.turns))
+        row = replace(row, id=row.id or name)
+        turns = []
+        for number, turn in enumerate(row.turns):
+            try:
+                turns.append(self._turn(row, number, turn, done))
+            except StoreError:
+                raise
+            except UserError as error:
+                raise UserError(f"turn {number}: {error}" if len(row.turns) > 1 else str(error)) from error
+        speaker = row.speaker
+        if done.spoken_questions and not speaker:
+            speaker = self.voices["question"].speaker(row.language, key(self.config.seed, "question", row.id))
+        return to_plain(replace(row, turns=tuple(turns), speaker=speaker)), done
+
+    def _turn(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> RowTurn:
+        question = turn.question_audio
+        if question is None and "question" in self.voices and turn.question_text.strip():
+            question = self._say("question", turn.question_text, row, number)
+            done.spoken_questions += 1
+        if question is not None:
+            question, seconds = self._stored(question, self.config.question_rate)
+            done.question_seconds += seconds
+        audio, codes = self._answer(row, number, turn, done)
+        return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes)
+
+    def _answer(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> tuple[Sound | None, Codes | None]:
+        """Sound and codes of the answer; None for each that is not stored."""
+        audio, codes = turn.answer_audio, turn.answer_codes
+        fitting = codes is not None and (self.codec is None or codes.codec == self.codec.name)
+        if audio is None and not fitting and "answer" in self.voices and turn.answer_text.strip():
+            audio = self._say("answer", turn.answer_text, row, number)
+            done.spoken_answers += 1
+        if codes is not None and codes.frames.numel() == 0:
+            raise UserError("its answer_codes are empty: drop the row, or encode its sound again")
+        if self.codec is None:
+            if codes is not None and int(codes.frames.min()) < 0:
+                raise UserError(f"its answer_codes hold {int(codes.frames.min())}: codes start at 0")
+            done.codes_taken += codes is not None
+            if audio is not None:
+                audio, seconds = self._stored(audio, self.config.answer_rate)
+                done.answer_seconds += seconds
+            elif codes is not None:
+                done.answer_seconds += codes_seconds(codes) or 0.0
+            return audio, codes
+        if codes is not None and fitting:
+            frames = codes.for_codec(self.codec)
+            done.codes_taken += 1
+        elif audio is not None:
+            frames = self.codec.check(self.codec.encode(checked(audio.load(self.codec.sample_rate))))
+            done.encoded += 1
+        elif codes is not None:
+            said = "speak its answer_text with --speak answer" if turn.answer_text.strip() else "it has no answer_text to speak"
+            raise UserError(
+                f"its answer_codes are of the codec {codes.codec!r}, not {self.codec.name!r}, and it has no answer_audio to "
+                f"encode: {said}, or take the codes as they are, without --codec"
+            )
+        else:
+            return None, None
+        done.answer_seconds += frames.shape[1] / self.codec.frame_rate
+        kept = self._stored(audio, self.config.answer_rate)[0] if audio is not None and self.config.keep_answer_audio else None
+        return kept, Codes(self.codec.name, frames.cpu())
+
+    def _stored(self, sound: Sound, rate: int) -> tuple[Sound, float]:
+        if self.config.recordings == "copy" or sound.data or not sound.path:
+            return stored(sound, rate)
+        return referenced(sound, self.source.origin)
+
+    def _say(self, side: str, text: str, row: Row, number: int) -> Sound:
+        """Speak a side in its voice. A row's voice depends on its id and the seed alone, so all its turns have the same."""
+        return self.voices[side].say(text, row.language, key(self.config.seed, side, row.id))
 
 
 def codec_of(config: PrepareConfig) -> AudioCodec | None:

@@ -126,15 +126,15 @@ class OpenedSource(ABC):
 
 
 class Reader(Protocol):
-    """A reader of one format: recognises and opens data sets."""
+    """A reader of one format: recognises and opens data sets.
 
-    @property
-    def name(self) -> str:
-        """Name in `READERS`."""
+    Attributes:
+        name: in `READERS`.
+        summary: one line for the list of formats.
+    """
 
-    @property
-    def summary(self) -> str:
-        """One line for the list of formats."""
+    name: str
+    summary: str
 
     def recognise(self, path: Path) -> bool:
         """True where the file or folder is of this format, by names and the first record."""

@@ -79,7 +79,9 @@ class Records(ABC):
 
     def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Record]:
         """Iterate over records `start` to `stop`; a range that starts where the last one ended goes on there."""
-        at, raw = max(take(self, start) or (-1, iter(())), self._raw(start), key=itemgetter(0))
+        process, owner, at, raw = _kept.pop() if _kept else (0, None, 0, iter(()))
+        kept = (at, raw) if process == os.getpid() and owner is self and at <= start else (-1, raw)
+        at, raw = max(kept, self._raw(start), key=itemgetter(0))
         last = None if stop is None else max(start, stop)
         yield from map(self._record, itertools.islice(raw, start - at, None if last is None else last - at))
         if last is not None:
@@ -100,12 +102,6 @@ _kept: list[tuple[int, Records, int, Iterator[Any]]] = []
 number of its next record."""
 
 atexit.register(_kept.clear)  # before the modules that close its file are torn down
-
-
-def take(records: Records, start: int) -> tuple[int, Iterator[Any]] | None:
-    """Take the kept reading of these records, where it has not gone past `start`; any other is dropped."""
-    process, owner, at, raw = _kept.pop() if _kept else (0, None, 0, iter(()))
-    return (at, raw) if process == os.getpid() and owner is records and at <= start else None
 
 
 _CHUNK = 1 << 20

@@ -128,7 +128,7 @@ def one_line(error: BaseException) -> str:
     return said if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {said}"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class RecordReader:
     """Reads a format whose rows are records; recognises it by file suffixes and the fields of the first record.
 

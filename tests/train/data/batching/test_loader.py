@@ -19,8 +19,7 @@ from omni.errors import UserError
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.batch import Batch
 from train.data.batching.examples import Alignment
-from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.packer import PackerShard, Pipeline, merge
+from train.data.batching.loader import PackerShard, Pipeline, StepLoader, merge, process_shards
 from train.data.config import PackingConfig
 from train.data.sources.mixture import Mixture, TaskMixture
 

@@ -14,8 +14,7 @@ import pytest
 
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TASKS, TOKENIZER, ToySource, codec_of, maker_of
-from train.data.batching.loader import StepLoader, process_shards
-from train.data.batching.packer import Pipeline, merge
+from train.data.batching.loader import Pipeline, StepLoader, merge, process_shards
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows import files, parquet

@@ -10,8 +10,7 @@ import pytest
 from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TASKS, maker_of, write_shards
-from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline, StepLoader
 from train.data.config import PackingConfig
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Row

@@ -13,7 +13,7 @@ from omni.errors import UserError
 from omni.layout import IGNORE
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of, pipeline_of
 from train.data.batching.batch import assemble
-from train.data.batching.packer import PackerShard, Pipeline, choose
+from train.data.batching.loader import PackerShard, Pipeline, choose
 from train.data.config import PackingConfig
 from train.data.rows.row import Sound
 from train.data.sources.mixture import Mixture, TaskMixture
@@ -139,7 +139,7 @@ def test_what_no_row_can_hold_is_named_or_skipped_and_counted():
     assert taken + shard.skipped == shard.next
     shard = PackerShard(pipeline_of(model, packing=PackingConfig(rows=2, length=2, buffer=4, too_long="skip")), 0, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.data.batching.packer._GIVE_UP", 1000)
+        patch.setattr("train.data.batching.loader._GIVE_UP", 1000)
         with pytest.raises(UserError, match=r"\b50 examples.* too long .*packing.length 2 "):
             shard.batch()
 

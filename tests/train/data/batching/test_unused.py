@@ -14,7 +14,7 @@ from tests.train.toys import toy_batch, toy_config, toy_fit, toy_parts
 from tests.train.trainer.test_preflight import lacking
 from tests.train.trainer.test_preflight import read as read_recipe
 from train.data.batching.examples import Unusable
-from train.data.batching.packer import ENOUGH, Counts, PackerShard, Pipeline
+from train.data.batching.loader import ENOUGH, Counts, PackerShard, Pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.rows.parquet import write_rows
 from train.data.sources.mixture import Mixture, TaskMixture

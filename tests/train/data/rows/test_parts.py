@@ -14,7 +14,7 @@ from omni.tasks import TASKS
 from tests.train.data.rows.test_rows import rows
 from tests.train.data.toys import MODELS, maker_of
 from train.data.batching.examples import Example, Unusable
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline
 from train.data.config import PackingConfig
 from train.data.rows.parquet import PARTS, Needed, StoredRows, write_rows
 from train.data.rows.row import Row, Sound, Word, to_plain

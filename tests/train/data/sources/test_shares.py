@@ -15,8 +15,7 @@ from tests.train.data.toys import MODELS, ToySource, codec_of, pipeline_of
 from train.checkpoint.retention import differences
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig, plain_config
-from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Counts, PackerShard, Trained, merge
+from train.data.batching.loader import Counts, PackerShard, StepLoader, Trained, merge
 from train.data.build import build_mixture
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.sources.mixture import BLOCK, Mixture, Shares, UsedUp, Weight, weight_at

@@ -21,8 +21,7 @@ from omni.errors import UserError
 from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TOKENIZER, codec_of
 from train.data.batching.examples import Unusable
-from train.data.batching.loader import StepLoader
-from train.data.batching.packer import Pipeline
+from train.data.batching.loader import Pipeline, StepLoader
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
 from train.data.prepare.config import PrepareConfig

@@ -240,7 +240,13 @@ class SlotDialogue:
 
 def read_dialogues(keys: _ScriptKeys) -> list[SlotDialogue]:
     """The dialogues of a file; UserError, with the key, where one cannot be."""
-    tables = {name: _table(name, rows) for name, rows in keys.tables.items()}
+    tables: dict[str, Table] = {}
+    for name, rows in keys.tables.items():
+        for number, row in enumerate(rows):
+            if row.keys() != rows[0].keys():
+                alike = "one text each" if "" in rows[0] else f"the columns {', '.join(rows[0])}"
+                raise UserError(f"tables.{name}.{number}: {row} is unlike the first row: give all rows {alike}")
+        tables[name] = Table(name, tuple({column: row[column] for column in rows[0]} for row in rows))
     wordings = Wordings(keys.wordings)
     for name in wordings.named:
         with at(f"wordings.{name}"):
@@ -251,14 +257,6 @@ def read_dialogues(keys: _ScriptKeys) -> list[SlotDialogue]:
         with at(f"dialogues.{number} ({entry.skill})."):
             dialogues.append(_dialogue(entry, f"{entry.skill} {counted[entry.skill]}", tables, wordings, keys.numbers))
     return dialogues
-
-
-def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
-    for number, row in enumerate(rows):
-        if row.keys() != rows[0].keys():
-            alike = "one text each" if "" in rows[0] else f"the columns {', '.join(rows[0])}"
-            raise UserError(f"tables.{name}.{number}: {row} is unlike the first row: give all rows {alike}")
-    return Table(name, tuple({column: row[column] for column in rows[0]} for row in rows))
 
 
 def _dialogue(
