@@ -39,8 +39,8 @@ from omni.utils.profiling import seconds_of
 from train.data.batching.examples import ExampleMaker
 from train.data.batching.loader import Pipeline, StepLoader
 from train.data.config import WINDOW, PackingConfig
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare as prepare_rows
+from train.data.prepare.rows import PrepareConfig
 from train.data.rows.parquet import Needed, StoredRows, leaf_paths, write_rows
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.sources.mixture import Mixture, TaskMixture

@@ -19,7 +19,7 @@ from omni.lora.peft import load_adapter
 from omni.text import Tokenizer
 from omni.utils.remote import refuse_remote, spelled
 from train.convert.convert import open_foreign
-from train.data.inspect.measures import BadSound, load
+from train.data.inspect.checks import BadSound, load
 from train.data.inspect.scan import Scan
 from train.data.readers import ReaderOptions, open_source
 from train.data.readers.files import Files

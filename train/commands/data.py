@@ -22,14 +22,13 @@ from omni.utils.remote import spelled
 from train.config.parse import ConfigParser
 from train.console.command import Listing, add_progress, check_least, given_path, run_subcommand
 from train.console.progress import counted, duration
-from train.data.inspect.checks import KINDS, Bounds, Findings
+from train.data.inspect.checks import KINDS, Bounds, Codecs, Findings
 from train.data.inspect.filter import DROPPED, filter_rows, read_rules
 from train.data.inspect.listen import draw, find_row, own_folder, sounds
-from train.data.inspect.measures import Codecs
 from train.data.inspect.scan import Scan, add_processes, add_target, chosen_processes, chosen_target
 from train.data.inspect.validate import Summary, report, validate
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.prepare.shards import REPORT, summary, untaken
 from train.data.readers import READERS
 

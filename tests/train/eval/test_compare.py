@@ -11,8 +11,8 @@ import pytest
 from omni.errors import UserError
 from tests.train.eval.test_eval import run
 from tests.train.eval.toys import QUICK, read_lines, save_model, write_librispeech
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.eval.report import _matched, compare
 
 pytestmark = pytest.mark.usefixtures("quick_disk")

@@ -21,12 +21,22 @@ from omni.files import LOCK, locked, write_json
 from omni.utils.configuration import read_yaml, validate
 from train.console.progress import Display, Progress, percent
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import KINDS, Bounds, Checked, CheckedTurn, characters, check_row
-from train.data.inspect.measures import BadCodes, BadSound, Codecs, load, sound_errors
+from train.data.inspect.checks import (
+    KINDS,
+    BadCodes,
+    BadSound,
+    Bounds,
+    Checked,
+    CheckedTurn,
+    Codecs,
+    characters,
+    check_row,
+    load,
+    sound_errors,
+)
 from train.data.inspect.scan import FoundRow, Scan, over
-from train.data.prepare.config import BLOCK
 from train.data.prepare.prepare import occupied, place_for
-from train.data.prepare.rows import PreparedBlock, PrepareTally
+from train.data.prepare.rows import BLOCK, PreparedBlock, PrepareTally
 from train.data.prepare.shards import REPORT, ShardWriter, listed
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 

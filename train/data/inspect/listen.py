@@ -12,7 +12,7 @@ from omni.audio.wav import write_wav
 from omni.codec.registry import CODECS
 from omni.errors import UserError
 from omni.tasks import TASKS, Task, find_task
-from train.data.inspect.measures import BadSound, Codecs, load, measure
+from train.data.inspect.checks import BadSound, Codecs, load, measure
 from train.data.inspect.scan import Scan, Target
 from train.data.rows.row import Row, Sound
 

@@ -29,8 +29,7 @@ from omni.utils.remote import spelled
 from train.console.progress import Display, Progress
 from train.data.batching.examples import turn_columns
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import characters
-from train.data.inspect.measures import BadCodes, BadSound, Codecs, sound_errors, text_digest
+from train.data.inspect.checks import BadCodes, BadSound, Codecs, characters, sound_errors, text_digest
 from train.data.inspect.scan import Scan, Target, over
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 

@@ -14,8 +14,23 @@ from omni.errors import UserError
 from omni.utils.remote import spelled
 from train.console.progress import Display, Progress
 from train.data.executor import HERE, Processes
-from train.data.inspect.checks import DIGESTS, MISMATCH, OTHER_RATES, PAUSE_SECONDS, SPEECH_RATES, Bounds, Findings, check_row
-from train.data.inspect.measures import CLIPPED_LEVEL, CLIPPED_RUN, SILENT_DB, BadSound, Codecs, measure, text_digest
+from train.data.inspect.checks import (
+    CLIPPED_LEVEL,
+    CLIPPED_RUN,
+    DIGESTS,
+    MISMATCH,
+    OTHER_RATES,
+    PAUSE_SECONDS,
+    SILENT_DB,
+    SPEECH_RATES,
+    BadSound,
+    Bounds,
+    Codecs,
+    Findings,
+    check_row,
+    measure,
+    text_digest,
+)
 from train.data.inspect.scan import Scan, over
 from train.data.prepare.shards import REPORT, checksum
 from train.data.rows.row import ROW_VERSION

@@ -27,8 +27,7 @@ from omni.stores.reading import content_key, naming
 from omni.utils.remote import find_address, refuse_remote
 from train.console.progress import Display, Progress, counted
 from train.data.executor import Processes, imap
-from train.data.prepare.config import BLOCK, PrepareConfig
-from train.data.prepare.rows import BlockMaker, PrepareTally, codec_of, voice_of
+from train.data.prepare.rows import BLOCK, BlockMaker, PrepareConfig, PrepareTally, codec_of, voice_of
 from train.data.prepare.shards import AGAIN, REPORT, ShardWriter, checksum, read_report, stored, write_report
 from train.data.readers import OpenedSource, data_path, open_source
 from train.data.readers.files import list_files

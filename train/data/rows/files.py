@@ -71,27 +71,23 @@ class DataFiles:
 def find_files(path: str | os.PathLike[str]) -> DataFiles:
     """Find the Parquet file at `path`, or those of the folder there, without opening any; a store's folder is listed once.
     UserError where there is none."""
-    address = find_address(path)
-    if address is not None:
-        return _in_store(address)
-    local = Path(path)
-    files: list[DataFile] = [*sorted(local.glob(f"*{SUFFIX}"))] if local.is_dir() else [local]
+    address, beside, folder = find_address(path), dict[str, StoredObject](), Path(path)
+    files: list[DataFile]
+    if address is None:
+        files = [*sorted(folder.glob(f"*{SUFFIX}"))] if folder.is_dir() else [folder]
+        folder = folder if folder.is_dir() else folder.parent
+    elif bare(address).endswith(SUFFIX):
+        files = [looked_up(address)]
+    else:
+        beside = {entry.name: entry for entry in listed(address)}
+        files = [entry for name, entry in beside.items() if name.endswith(SUFFIX) and not name.startswith(".")]
+    shown_path = os.fspath(path) if address is None else shown(address)
     if not files:
-        raise UserError(f"data folder {path} holds no {SUFFIX} file: prepare the data first")
-    otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
-    check_there(Path(str(files[0])), "data", otherwise, Path.is_file)
-    return DataFiles(os.fspath(path), files, local if local.is_dir() else local.parent)
-
-
-def _in_store(address: str) -> DataFiles:
-    if bare(address).endswith(SUFFIX):
-        return DataFiles(shown(address), [looked_up(address)], None)
-    objects = listed(address)
-    files: list[DataFile] = [entry for entry in objects if entry.name.endswith(SUFFIX) and not entry.name.startswith(".")]
-    if not files:
-        raise UserError(f"data folder {shown(address)} holds no {SUFFIX} file: prepare the data first")
-    beside = {entry.name: entry for entry in objects}
-    return DataFiles(shown(address), files, None, beside.get(REPORT))
+        raise UserError(f"data folder {shown_path} holds no {SUFFIX} file: prepare the data first")
+    if address is None:
+        otherwise = f"data file {files[0]} does not exist: name a Parquet file of rows, or a folder of them"
+        check_there(Path(str(files[0])), "data", otherwise, Path.is_file)
+    return DataFiles(shown_path, files, folder if address is None else None, beside.get(REPORT))
 
 
 def opened(file: DataFile) -> Any:

@@ -244,11 +244,7 @@ class StoredRows:
             raise UserError(f"held_out is {held_out}, but {self.name} has {len(self)} rows: hold out fewer, none would be left")
         self._held_out, self.size = range(held_out), len(self) - held_out
         self.windows = None if window is None else Windows(self._pieces(), -(-window // PIECE))
-        self._begin()
-
-    def _begin(self) -> None:
-        self._process = os.getpid()
-        self._open_files: OrderedDict[int, OpenFile] = OrderedDict()
+        self._open_files: OrderedDict[tuple[int, int], OpenFile] = OrderedDict()  # by process: a fork shares no open file
         self._recent: list[KeptGroup] = []
         self._of_window: dict[int, tuple[tuple[int, int], list[KeptGroup]]] = {}  # by packer: its window, and groups in it
 
@@ -258,8 +254,7 @@ class StoredRows:
     def whole(self) -> StoredRows:
         """The same rows, with all their parts."""
         out = copy.copy(self)
-        out.needed = None
-        out._begin()
+        out.needed, out._recent, out._of_window = None, [], {}
         return out
 
     def __len__(self) -> int:
@@ -344,16 +339,14 @@ class StoredRows:
         return group.table.slice(row - group.first, 1).to_pylist()[0]
 
     def _open(self, number: int) -> OpenFile:
-        if self._process != os.getpid():  # after a fork: open files are not shared
-            self._begin()
-        files = self._open_files
-        if number not in files:
-            files[number] = OpenFile(self._files[number], self._ends[number] - (self._ends[number - 1] if number else 0))
+        files, place = self._open_files, (os.getpid(), number)
+        if place not in files:
+            files[place] = OpenFile(self._files[number], self._ends[number] - (self._ends[number - 1] if number else 0))
             chunks = sum(file.chunks for file in files.values())
             while len(files) > 1 and (len(files) > KEPT_FILES or chunks > KEPT_CHUNKS):
                 chunks -= files.popitem(last=False)[1].chunks
-        files.move_to_end(number)
-        return files[number]
+        files.move_to_end(place)
+        return files[place]
 
 
 def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:

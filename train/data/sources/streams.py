@@ -167,7 +167,7 @@ class StreamSource:
         check_options(options, "read")
         self.name, self.codec, self.block, self.seed = path, codec, block, seed
         self.shards = find_shards(path)
-        self._start()
+        self._streams = dict[tuple[int, int, int], PackerStream]()  # by process: a fork shares no open file
         records = itertools.chain.from_iterable(map(read_shard, self.shards))  # in the order of the shards' names
         first = next(records, None)
         if first is None or first.error:
@@ -177,9 +177,6 @@ class StreamSource:
         if reader.order and not options.order:
             check_order(itertools.islice(map(self._make, itertools.chain([first], records)), ROWS), reader.order, reader.name)
         self.format = reader.name
-
-    def _start(self) -> None:
-        self._process, self._streams = os.getpid(), dict[tuple[int, int], PackerStream]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_streams": {}}
@@ -202,12 +199,11 @@ class StreamSource:
 
     def packer(self, packer: int, packers: int) -> PackerStream:
         """The rows of one of so many packers, in this process."""
-        if self._process != os.getpid():  # after a fork: open files are not shared
-            self._start()
-        if (packer, packers) not in self._streams:
+        place = os.getpid(), packer, packers
+        if place not in self._streams:
             key, opened = ("stream", self.seed), lambda shard, start: read_shard(self.shards[shard], start)
-            self._streams[packer, packers] = PackerStream(len(self.shards), opened, self.block, key, packer, packers)
-        return self._streams[packer, packers]
+            self._streams[place] = PackerStream(len(self.shards), opened, self.block, key, packer, packers)
+        return self._streams[place]
 
     def _turn(self, turn: RowTurn) -> RowTurn:
         codes = turn.answer_codes

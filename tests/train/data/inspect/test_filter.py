@@ -17,9 +17,8 @@ from omni.files import locked
 from tests.train.data.inspect.toys import BAD_PARTS, beeping, noise, only_snac, row, spoilt, stored, wav
 from train.commands.data import run_filter as main
 from train.console.progress import percent
-from train.data.inspect.checks import Bounds, check_row
+from train.data.inspect.checks import Bounds, Codecs, check_row
 from train.data.inspect.filter import DROPPED, Range, RowFilter, Rules, WerRule, broken_rules, filter_rows, read_rules
-from train.data.inspect.measures import Codecs
 from train.data.inspect.scan import Scan
 from train.data.prepare.shards import checksum
 from train.data.rows.parquet import StoredRows

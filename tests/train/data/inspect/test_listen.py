@@ -18,8 +18,8 @@ from tests.train.data.inspect.test_stats import model
 from tests.train.data.inspect.toys import RATE, Beeper, beeping, path_too_long, path_with_nul, row, spoilt, stored
 from tests.train.data.toys import TOKENIZER
 from train.commands.data import run_listen as main
+from train.data.inspect.checks import Codecs
 from train.data.inspect.listen import draw, find_row
-from train.data.inspect.measures import Codecs
 from train.data.inspect.scan import Scan, Target
 from train.data.rows.row import Codes, Sound
 

@@ -15,8 +15,7 @@ from tests.train.data.inspect.toys import noise, row, stored, wav
 from tests.train.data.prepare.test_prepare import files_of
 from train.cli import main
 from train.data.inspect import scan as module
-from train.data.inspect.checks import Bounds, Findings
-from train.data.inspect.measures import Codecs
+from train.data.inspect.checks import Bounds, Codecs, Findings
 from train.data.inspect.scan import Scan
 from train.data.inspect.validate import row_checks, validate
 from train.data.prepare.shards import REPORT

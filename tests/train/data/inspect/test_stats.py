@@ -24,7 +24,7 @@ from tests.train.data.inspect.toys import BAD_PARTS, RATE, Beeper, noise, only_s
 from tests.train.data.toys import MODELS, TOKENIZER
 from train.commands.data import run_stats as main
 from train.data.batching.examples import ExampleMaker, Prepared
-from train.data.inspect.measures import Codecs
+from train.data.inspect.checks import Codecs
 from train.data.inspect.scan import Scan, Target
 from train.data.inspect.stats import Collector, TextCounts, collect
 from train.data.rows.row import Codes, Sound

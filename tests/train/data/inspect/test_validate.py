@@ -16,8 +16,18 @@ import torch
 from omni.errors import UserError
 from tests.train.data.inspect.toys import BAD_PARTS, RATE, noise, only_snac, row, setting, spoilt, stored, wav
 from train.commands.data import run_validate as main
-from train.data.inspect.checks import KINDS, Bounds, Findings
-from train.data.inspect.measures import BadSound, Codecs, clipped_share, load, measure, silence_share, sound_errors
+from train.data.inspect.checks import (
+    KINDS,
+    BadSound,
+    Bounds,
+    Codecs,
+    Findings,
+    clipped_share,
+    load,
+    measure,
+    silence_share,
+    sound_errors,
+)
 from train.data.inspect.scan import Scan
 from train.data.inspect.validate import repeats, shared, validate
 from train.data.readers.codes import codes_kinds

@@ -21,8 +21,8 @@ from tests.codec.mimi_toys import save as save_mimi
 from train.cli import main
 from train.data.prepare import rows as blocks
 from train.data.prepare import shards
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.rows.parquet import StoredRows
 
 pytestmark = pytest.mark.usefixtures("forked")

@@ -10,7 +10,7 @@ from omni.errors import UserError
 from tests.train.data.prepare.test_prepare import _interrupted_at, files_of, made
 from tests.train.data.prepare.toys import ToySource
 from train.data.prepare import rows as blocks
-from train.data.prepare.config import PrepareConfig
+from train.data.prepare.rows import PrepareConfig
 from train.data.rows.parquet import StoredRows
 
 

@@ -18,9 +18,8 @@ from tests.processes import Program
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
 from train.data.prepare import rows as blocks
 from train.data.prepare import shards
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.rows import PrepareTally
+from train.data.prepare.rows import PrepareConfig, PrepareTally
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Codes
 

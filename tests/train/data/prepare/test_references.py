@@ -18,8 +18,8 @@ from tests.sounds import encoded
 from train.commands.data import run_filter as filter_main
 from train.commands.data import run_stats as stats_main
 from train.commands.data import run_validate as validate_main
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.readers import ReaderOptions
 from train.data.readers.files import cut
 from train.data.rows import reference

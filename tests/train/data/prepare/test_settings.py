@@ -8,8 +8,8 @@ from omni.errors import UserError
 from tests.train.data.prepare.test_prepare import made
 from tests.train.data.prepare.toys import ToySource
 from train.data.prepare import rows as blocks
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import discard, prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.readers import ReaderOptions
 
 

@@ -22,9 +22,8 @@ from omni.stores.cache import POINTERS
 from omni.stores.tries import ChangedError, StoreError
 from tests.golden.toys import write_sound, write_table
 from train.data import executor
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.rows import BlockMaker, PreparedBlock
+from train.data.prepare.rows import BlockMaker, PrepareConfig, PreparedBlock
 from train.data.readers import data_path, open_source
 from train.data.readers.contract import ReaderOptions
 from train.data.rows.parquet import StoredRows

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from tests.sounds import encoded
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.readers import Broken, OpenedSource
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.data.seeding import seeded_generator

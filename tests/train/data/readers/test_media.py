@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.train.data.readers.toys import flac, heard, only_broken, rows, write_lines, write_parquet, write_tone
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.prepare.shards import summary
 from train.data.readers import Broken, ReaderOptions, open_source
 from train.data.readers.files import TAG, tags

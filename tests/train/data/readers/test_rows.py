@@ -15,8 +15,8 @@ from omni.errors import UserError
 from tests.train.data.prepare.test_codecs import save_snac
 from tests.train.data.prepare.toys import beep
 from tests.train.data.readers.toys import RATE, noise, only_broken, own_rows, rows, write_lines
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.readers import Broken, ReaderOptions, open_source, recognise
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn, Sound, Word, to_plain

@@ -24,8 +24,8 @@ from train.data.batching.examples import Unusable
 from train.data.batching.loader import Pipeline, StepLoader
 from train.data.build import build_pipeline
 from train.data.config import DataConfig, PackingConfig, SourceConfig
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
+from train.data.prepare.rows import PrepareConfig
 from train.data.readers import ReaderOptions, open_source
 from train.data.readers.containers import ShardError, read_shard
 from train.data.rows.parquet import StoredRows

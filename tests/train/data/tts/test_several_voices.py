@@ -15,9 +15,8 @@ from omni.errors import UserError
 from tests.train.data.readers.test_templates import write
 from train.config.parse import read_fit_config
 from train.data.config import SourceConfig
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.rows import voice_of
+from train.data.prepare.rows import PrepareConfig, voice_of
 from train.data.readers import ReaderOptions
 from train.data.readers.templates.sentences import NUMBERS
 from train.data.rows.parquet import StoredRows

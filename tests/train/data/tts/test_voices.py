@@ -15,9 +15,8 @@ from omni.layout import Layout
 from tests.train.data.prepare.toys import ToySource, beep, tone
 from tests.train.data.toys import DECODER, ENCODER, TOKENIZER
 from train.data.batching.examples import ExampleMaker, Prepared
-from train.data.prepare.config import PrepareConfig
 from train.data.prepare.prepare import prepare
-from train.data.prepare.rows import PrepareTally
+from train.data.prepare.rows import PrepareConfig, PrepareTally
 from train.data.rows.parquet import StoredRows
 from train.data.rows.row import Row
 from train.data.tts.voices import make_voice
