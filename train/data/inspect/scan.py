@@ -186,19 +186,24 @@ class Scan:
                     columns = [name for name in self.schema.names if name in parquet.schema_arrow.names]
                     for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=columns, use_threads=False):
                         for plain, why in plain_rows(batch):
-                            yield self._found_row(first + done, f"{file} row {done}", plain, why)
+                            row, where = None, f"{file} row {done}"
+                            try:
+                                row = None if why else from_plain(plain, self.folder, where)
+                            except (
+                                ValueError,
+                                TypeError,
+                                KeyError,
+                                OverflowError,
+                                RuntimeError,
+                            ) as error:  # the last is torch's
+                                why = one_line(error).removeprefix(where).lstrip(": ")
+                            yield FoundRow(first + done, where, plain, row, why)
                             done += 1
                 except (pa.ArrowException, OSError) as error:
                     lost = f"{file} row group {group}, rows {done} to {end - 1}"
                     why = f"has damaged pages ({one_line(error)}): prepare it again"
                     yield FoundRow(first + done, lost, None, None, why, end - done)
                 start = end
-
-    def _found_row(self, index: int, where: str, plain: dict[str, Any], why: str) -> FoundRow:
-        try:
-            return FoundRow(index, where, plain, None if why else from_plain(plain, self.folder, where), why)
-        except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last is torch's
-            return FoundRow(index, where, plain, None, one_line(error).removeprefix(where).lstrip(": "))
 
 
 def over(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omni.errors import UserError
 from omni.files import refuse_pointer
@@ -183,6 +183,10 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 """What becomes of a shard's files, by the end of their names; others stay as they are."""
 
 
+_StoredRow = tuple[int, Callable[[], tuple[dict[str, Any], str]]]
+"""A row of a Parquet file: its number, and what makes its fields, or says why it cannot be read."""
+
+
 class ParquetRecords(Records):
     """The rows of a Parquet file. A damaged page makes the rows from there to the end of its row group broken, a value that
     cannot be read its own row."""
@@ -228,7 +232,7 @@ class ParquetRecords(Records):
 
         _, ends, problem = self._footer
         if problem:
-            yield from [_StoredRow(0, problem)][group:]
+            yield from [(0, lambda: ({}, problem))][group:]
             return
         with self._open() as file:
             for number in range(group, len(ends)):
@@ -237,27 +241,19 @@ class ParquetRecords(Records):
                     for batch in file.iter_batches(batch_size=_BATCH, row_groups=[number]):
                         plain = cache(partial(plain_rows, batch))  # rows that are skipped are not made plain
                         for index in range(min(len(batch), end - row)):
-                            yield _StoredRow(row, "", plain, index)
+                            yield row, partial(lambda rows, index: rows()[index], plain, index)
                             row += 1
                 except (pa.ArrowException, OSError) as error:
                     why = f"lies in or behind a damaged page of row group {number} ({one_line(error)})"
                 else:
                     why = f"is missing from row group {number}, which promises more rows than it holds"
-                yield from (_StoredRow(i, f"{why}: download the file again") for i in range(row, end))
+                yield from ((i, lambda why=why: ({}, f"{why}: download the file again")) for i in range(row, end))
 
     def _record(self, raw: _StoredRow) -> Record:
-        where = str(self.path) if self._footer[2] else f"{self.path} row {raw.number}"
-        data, problem = ({}, raw.problem) if raw.plain is None else raw.plain()[raw.offset]
+        number, plain = raw
+        where = str(self.path) if self._footer[2] else f"{self.path} row {number}"
+        data, problem = plain()
         return Record(where, finite(data), problem)
-
-
-class _StoredRow(NamedTuple):
-    """A row of a Parquet file: its number, its batch as plain rows and its offset there, or why it cannot be read."""
-
-    number: int
-    problem: str
-    plain: Callable[[], list[tuple[dict[str, Any], str]]] | None = None
-    offset: int = 0
 
 
 def plain_rows(batch: Any) -> list[tuple[dict[str, Any], str]]:

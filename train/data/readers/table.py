@@ -14,6 +14,7 @@ have nothing else: an encoder is distilled on them (`objective.distill_weight`).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -254,11 +255,8 @@ class SoundFiles(Records):
     def __len__(self) -> int:
         return len(self._files)
 
-    def _raw(self, start: int) -> tuple[int, Iterator[Path]]:
-        return start, map(Path, self._files[start:])
-
-    def _record(self, raw: Path) -> Record:
-        return Record(str(raw), {"path": str(raw.absolute())})
+    def _raw(self, start: int) -> tuple[int, Iterator[Record]]:
+        return start, (Record(file, {"path": os.path.abspath(file)}) for file in self._files[start:])
 
 
 def recording_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOptions) -> Row:

@@ -110,15 +110,6 @@ def test_a_batch_holds_exactly_its_examples(name, turns):
         assert [len(at) for at in batch.supervised] == (batch.targets != IGNORE).sum((0, 2)).tolist()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_moving_a_batch_keeps_what_the_host_must_know(name):
-    batch = PackerShard(pipeline_of(MODELS[name]), 0, 1).batch()
-    moved = batch.to("cpu")
-    for k, index in enumerate(moved.supervised):
-        assert torch.equal(index, (batch.targets[:, k].flatten() != IGNORE).nonzero().squeeze(1))
-    assert moved.state == batch.state and moved.frames == batch.frames
-
-
 def test_rows_without_speech_make_a_batch_without_clips():
     model = MODELS["codec2"]
     batch = assemble([[], []], 8, model.layout, 80, {})

@@ -15,7 +15,7 @@ from omni.codec import registry as codecs
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.data.inspect.test_stats import model
-from tests.train.data.inspect.toys import RATE, Beeper, beeping, path_too_long, path_with_nul, row, spoilt, stored
+from tests.train.data.inspect.toys import RATE, Beeper, beeping, row, stored
 from tests.train.data.toys import TOKENIZER
 from train.commands.data import run_listen as main
 from train.data.inspect.checks import Codecs
@@ -90,15 +90,6 @@ def test_the_task_is_the_rows_own_or_the_first_that_fits() -> None:
     bare = row(0, question_audio=None, question_text="")
     with pytest.raises(UserError, match="no task"):
         draw(bare, target, Codecs())
-
-
-@pytest.mark.parametrize("change", [path_with_nul, path_too_long])
-def test_a_path_that_is_none_is_told_and_the_rest_written(change, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = spoilt(tmp_path / "data", change)
-    assert main([str(data), "2", "--out", str(tmp_path / "out")]) == 0
-    assert "question 0: no sound: audio 'a" in capsys.readouterr().out and (tmp_path / "out" / "answer-0.wav").is_file()
-    with pytest.raises(UserError, match=r"rows.parquet row 2"):
-        draw(find_row(Scan(data), "2"), Target(model("codec2"), TOKENIZER), Codecs())
 
 
 def test_broken_parts_are_told_and_the_rest_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from train.commands.data import run_stats as main
 from train.data.batching.examples import ExampleMaker, Prepared
 from train.data.inspect.checks import Codecs
 from train.data.inspect.scan import Scan, Target
-from train.data.inspect.stats import Collector, TextCounts, collect
+from train.data.inspect.stats import Collector, collect
 from train.data.rows.row import Codes, Sound
 
 
@@ -146,13 +146,3 @@ def test_models_are_named_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "out" / "columns.png").is_file()
     out = capsys.readouterr().out
     assert "columns A1A2" in out and "columns T1T2" in out and "question tokens" in out
-
-
-def test_texts_are_counted_together() -> None:
-    parts = [TextCounts(), TextCounts()]
-    for i, text in enumerate(["One two", "one  two!", "three", "", "Two"]):
-        parts[i % 2].add(text)
-    parts[0].merge(parts[1])
-    assert parts[0].plain() == {
-        "texts": 4, "words": 6, "distinct_texts": 3, "distinct_words": 3, "vocabulary": ["one", "three", "two"],
-    }  # fmt: skip

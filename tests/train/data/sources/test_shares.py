@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -47,15 +46,6 @@ def test_shares_follow_the_schedule(weights, packers):
             now = [weight_at(weight, draw + 0.5) for weight in weights]
             due = [before + weight / sum(now) for before, weight in zip(due, now, strict=True)]
     assert all((after > 0) == (one > 1) for (_, after), one in zip(dealt, due, strict=True))
-
-
-def test_a_long_line_keeps_its_integral():
-    whole = 10**6
-    shares = Shares([((0, 1.0), (whole, 0.0)), 1.0], [None, None])
-    shares.check(whole)
-    (_, first), _ = shares.dealt(whole // shares.block)
-    # The share is (1 - t) / (2 - t), whose integral over t from 0 to 1 is 1 - ln 2.
-    assert abs(first / whole - (1 - math.log(2))) < 1e-5
 
 
 def test_blocks_keep_their_order_under_a_schedule_and_any_draw_is_made_alone():
