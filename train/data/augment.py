@@ -45,7 +45,14 @@ def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) ->
     if config.speed is not None:
         audio = resample(audio, round(100 * _uniform(config.speed, generator)), 100)  # steps of 0.01, so filters are reused
     if config.noise_snr_db is not None and _uniform((0.0, 1.0), generator) < config.noise_probability:
-        noise = _noise(audio.shape[-1], config, generator)
+        samples = audio.shape[-1]
+        if config.noise_folder is not None and _uniform((0.0, 1.0), generator) < RECORDED:
+            files = noise_files(config.noise_folder)
+            noise = _recording(files[int(torch.randint(len(files), (), generator=generator))])
+            start = int(torch.randint(noise.shape[0], (), generator=generator))
+            noise = noise.repeat(-(-(start + samples) // noise.shape[0]))[start : start + samples]
+        else:
+            noise = coloured_noise(samples, _uniform(COLOUR, generator), generator)
         audio = add_noise(audio, noise, _uniform(config.noise_snr_db, generator))
     return audio
 
@@ -204,16 +211,6 @@ def _run(length: int, widest: int, draws: tuple[float, float]) -> tuple[int, int
     """Start and width of a run of 0 to `widest` places within `length`, from two numbers in [0, 1)."""
     width = int(draws[0] * (min(widest, length) + 1))
     return int(draws[1] * (length - width + 1)), width
-
-
-def _noise(samples: int, config: AugmentConfig, generator: Generator) -> Tensor:
-    if config.noise_folder is not None and _uniform((0.0, 1.0), generator) < RECORDED:
-        files = noise_files(config.noise_folder)
-        noise = _recording(files[int(torch.randint(len(files), (), generator=generator))])
-        start = int(torch.randint(noise.shape[0], (), generator=generator))
-        repeats = -(-(start + samples) // noise.shape[0])
-        return noise.repeat(repeats)[start : start + samples]
-    return coloured_noise(samples, _uniform(COLOUR, generator), generator)
 
 
 _recording = lru_cache(maxsize=64)(partial(read_audio, sample_rate=SAMPLE_RATE))

@@ -123,7 +123,12 @@ class Windows:
         run, mine = position % packers, position // packers
         length, longer = divmod(self.rows, packers)
         first = run * length + min(run, longer)
-        order, ends = self._order(epoch)
+        if epoch not in self._orders:
+            order = shuffled_all(self.pieces, *epoch, "pieces")
+            self._orders[epoch] = order, (self.starts[order + 1] - self.starts[order]).cumsum()
+            if len(self._orders) > KEPT_EPOCHS:
+                self._orders.popitem(last=False)
+        order, ends = self._orders[epoch]  # the pieces in the epoch's order, and the place in the epoch after each, int64 [M]
         before = int(ends.searchsorted(first + mine, "right")) // self.width * self.width
         after = min(before + self.width, self.pieces)
         start = max(first, int(ends[before - 1]) if before else 0)
@@ -131,12 +136,3 @@ class Windows:
         drawn = start + shuffled(first + mine - start, size, *epoch, "window", start)
         slot = ends.searchsorted(drawn, "right")
         return int(self.starts[order[slot] + 1] - (ends[slot] - drawn)), start
-
-    def _order(self, epoch: tuple[int | str, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """The pieces in an epoch's order, and the place in the epoch after each, int64 [M]."""
-        if epoch not in self._orders:
-            order = shuffled_all(self.pieces, *epoch, "pieces")
-            self._orders[epoch] = order, (self.starts[order + 1] - self.starts[order]).cumsum()
-            if len(self._orders) > KEPT_EPOCHS:
-                self._orders.popitem(last=False)
-        return self._orders[epoch]

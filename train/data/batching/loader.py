@@ -94,7 +94,17 @@ class Pipeline:
         return {str(i): [list(mark) for mark in stream.marks_from(lowest.get(i))] for i, stream in streams.items()}
 
     def _make(self, draw: Draw) -> Example:
-        prepared = self._prepare(draw)
+        origin = self.mixture.sources[draw.source]
+        if origin.repeats:
+            where = (draw.source, origin.identity(draw.index))
+            if where not in self._kept:
+                self._kept[where] = Prepared(origin.row(draw.index), where)
+                if len(self._kept) > self._keep:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(where)
+            prepared = self._kept[where]
+        else:
+            prepared = Prepared(self.mixture.row(draw))
         row, mixture = prepared.row, self.tasks[draw.source]
         tasks = [row.task or mixture.task(draw.number, turn, self.seed) for turn in range(len(row.turns))]
         example = self.maker.make(draw.number, prepared, tasks, self.names[draw.source])
@@ -106,18 +116,6 @@ class Pipeline:
             f"{self.packing.length}: {way}",
             tasks[0],
         )
-
-    def _prepare(self, draw: Draw) -> Prepared:
-        origin = self.mixture.sources[draw.source]
-        if not origin.repeats:
-            return Prepared(self.mixture.row(draw))
-        where = (draw.source, origin.identity(draw.index))
-        if where not in self._kept:
-            self._kept[where] = Prepared(origin.row(draw.index), where)
-            if len(self._kept) > self._keep:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(where)
-        return self._kept[where]
 
 
 _CHOICE = 1.25

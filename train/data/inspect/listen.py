@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omni.audio.wav import write_wav
 from omni.codec.registry import CODECS
 from omni.errors import UserError
-from omni.tasks import TASKS, Task, find_task
+from omni.tasks import TASKS, find_task
 from train.data.inspect.checks import BadSound, Codecs, load, measure
 from train.data.inspect.scan import Scan, Target
 from train.data.rows.row import Row, Sound
@@ -105,7 +105,10 @@ def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, colu
     from train.data.batching.batch import draw_columns
     from train.data.batching.examples import ExampleMaker, Prepared
 
-    chosen = _task(row, task)
+    usual = (TASKS[name] for name in USUAL if not any(turn.lacks(TASKS[name]) for turn in row.turns))
+    chosen = find_task(task, "--task") if task else find_task(row.task, row.where) if row.task else next(usual, None)
+    if chosen is None:
+        raise UserError(f"{row.where} has the parts of no task: see omni-train data validate")
     codec = _codec(row, target, codecs) if chosen.audio else None
     maker = ExampleMaker(target.config, target.tokenizer, codec)
     example = maker.make(0, Prepared(row), [chosen.name] * len(row.turns))
@@ -115,15 +118,6 @@ def draw(row: Row, target: Target, codecs: Codecs, task: str | None = None, colu
     if len(example.columns) > context:
         title += f", more than the decoder's context of {context}"
     return "\n".join([title, *draw_columns(example.columns, target.config.layout, target.tokenizer, columns)])
-
-
-def _task(row: Row, name: str | None) -> Task:
-    if name or row.task:
-        return find_task(name, "--task") if name else find_task(row.task, row.where)
-    for usual in USUAL:
-        if not any(turn.lacks(TASKS[usual]) for turn in row.turns):
-            return TASKS[usual]
-    raise UserError(f"{row.where} has the parts of no task: see omni-train data validate")
 
 
 def _codec(row: Row, target: Target, codecs: Codecs) -> AudioCodec:

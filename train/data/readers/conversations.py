@@ -158,7 +158,13 @@ def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: Reade
     asked, context, answered = text(data, "instruction", needed=True), text(data, "input"), text(data, "output", needed=True)
     if not asked or not answered:
         raise UserError(f"has no {'output' if asked else 'instruction'}: drop the row")
-    said = [*_history(data), f"{asked}\n\n{context}" if context else asked, answered]
+    said: list[str] = []
+    earlier = data.get("history") or []
+    for entry in earlier if isinstance(earlier, list) else [None]:
+        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, str) and part.strip() for part in entry):
+            raise UserError("field 'history' is not a list of [question, answer]: fix the row")
+        said += (check_text(part.strip(), "field 'history'") for part in entry)
+    said += [f"{asked}\n\n{context}" if context else asked, answered]
     if recordings_of(data) and not any(map(tags, said)):
         raise UserError(
             "has a recording beside its texts, and none has a tag of it, such as <audio>: drop the row, or write tables with "
@@ -167,17 +173,6 @@ def alpaca_row(data: Mapping[str, Any], where: str, files: Files, options: Reade
     messages = [{"role": "assistant" if number % 2 else "user", "content": content} for number, content in enumerate(said)]
     turns = turns_of(data, messages, files)
     return make_row(turns, options, "alpaca", where, id=text(data, "id"), system=text(data, "system"))
-
-
-def _history(data: Mapping[str, Any]) -> list[str]:
-    """Questions and answers before the instruction, of the field `history`; UserError where it holds none."""
-    said: list[str] = []
-    history = data.get("history") or []
-    for entry in history if isinstance(history, list) else [None]:
-        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, str) and part.strip() for part in entry):
-            raise UserError("field 'history' is not a list of [question, answer]: fix the row")
-        said += (check_text(part.strip(), "field 'history'") for part in entry)
-    return said
 
 
 CHAT = RecordReader(

@@ -334,19 +334,16 @@ class StoredRows:
             if group.file == number and 0 <= row - group.first < len(group.table) and group.parts == parts:
                 break
         else:
-            group = KeptGroup(number, parts, *self._open(number).read(row, parts))
+            files, place = self._open_files, (os.getpid(), number)
+            if place not in files:
+                files[place] = OpenFile(self._files[number], self._ends[number] - (self._ends[number - 1] if number else 0))
+                chunks = sum(file.chunks for file in files.values())
+                while len(files) > 1 and (len(files) > KEPT_FILES or chunks > KEPT_CHUNKS):
+                    chunks -= files.popitem(last=False)[1].chunks
+            files.move_to_end(place)
+            group = KeptGroup(number, parts, *files[place].read(row, parts))
             kept.append(group)
         return group.table.slice(row - group.first, 1).to_pylist()[0]
-
-    def _open(self, number: int) -> OpenFile:
-        files, place = self._open_files, (os.getpid(), number)
-        if place not in files:
-            files[place] = OpenFile(self._files[number], self._ends[number] - (self._ends[number - 1] if number else 0))
-            chunks = sum(file.chunks for file in files.values())
-            while len(files) > 1 and (len(files) > KEPT_FILES or chunks > KEPT_CHUNKS):
-                chunks -= files.popitem(last=False)[1].chunks
-        files.move_to_end(place)
-        return files[place]
 
 
 def _arrow_copy(files: list[DataFile], absent: list[set[str]], cache: str | os.PathLike[str] | None) -> datasets.Dataset:

@@ -190,7 +190,14 @@ class StreamSource:
         item = self._make(self.packer(draw.packer, draw.packers).record(draw.number))
         if isinstance(item, Broken):
             raise UserError(f"{item.where}: {item.why}")
-        return replace(item, turns=tuple(map(self._turn, item.turns)))
+        turns = list[RowTurn]()
+        for turn in item.turns:
+            codes = turn.answer_codes
+            if codes is not None and turn.answer_audio is not None and codes.codec != self.codec:
+                codes = None
+            question, answer = (s and CheckedSound(**vars(s)) for s in (turn.question_audio, turn.answer_audio))
+            turns.append(replace(turn, answer_codes=codes, question_audio=question, answer_audio=answer))
+        return replace(item, turns=tuple(turns))
 
     def sample(self, count: int) -> list[Row]:
         """The first rows of the first shard, without those that are broken."""
@@ -204,13 +211,3 @@ class StreamSource:
             key, opened = ("stream", self.seed), lambda shard, start: read_shard(self.shards[shard], start)
             self._streams[place] = PackerStream(len(self.shards), opened, self.block, key, packer, packers)
         return self._streams[place]
-
-    def _turn(self, turn: RowTurn) -> RowTurn:
-        codes = turn.answer_codes
-        if codes is not None and turn.answer_audio is not None and codes.codec != self.codec:
-            codes = None
-        sounds: dict[str, Any] = {
-            name: None if (sound := getattr(turn, name)) is None else CheckedSound(**vars(sound))
-            for name in ("question_audio", "answer_audio")
-        }
-        return replace(turn, answer_codes=codes, **sounds)
