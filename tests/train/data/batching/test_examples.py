@@ -215,7 +215,7 @@ def test_a_run_is_built_from_plain_data(tmp_path):
             },
         ],
         "packing": {"rows": 2, "length": 512, "buffer": 4},
-        "seed": 2, "alignment": "words", "words": ["xyz"], "augment": {"freq_masks": [1, 12]}, "cache": str(tmp_path / "cache"),
+        "seed": 2, "alignment": "words", "words": ["xyz"], "augment": {"freq_masks": [1, 12]},
     }  # fmt: skip
     config = from_dict(DataConfig, plain, "data")
     assert from_dict(DataConfig, to_dict(config)) == config
