@@ -285,7 +285,7 @@ def checkpoint(device: torch.device, small: bool, config: str) -> Figures:
 
         works = {"plain": take, "asynchronous": asynchronous, "synchronous": synchronous, "file": lambda _: _save_file(loop)}
         spent = in_turns(works, [None], device, 1 if small else 7)
-        held = capture(saver.parent, loop.position, {}, *saver.training, loop.group)
+        held = capture(saver.parent, loop.position, {}, saver.training, loop.group)
         size = sum(tensor.nbytes for tensor in held.tensors.values())
     lost = [a - b for a, b in zip(spent["asynchronous"], spent["plain"], strict=True)]
     copy, save = (statistics.median(taken[1:]) for taken in parts.values())
@@ -314,7 +314,7 @@ def _large(config: FitConfig, small: bool) -> FitConfig:
 def _save_file(loop: Loop) -> None:
     """Writes the same tensors to the same disk by safetensors' own function."""
     saver = loop.checkpointer
-    tensors = capture(saver.parent, loop.position, {}, *saver.training, loop.group).tensors
+    tensors = capture(saver.parent, loop.position, {}, saver.training, loop.group).tensors
     folder: Path = saver.folder / "save_file"
     folder.mkdir(exist_ok=True)
     save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, folder / "state.safetensors")

@@ -32,7 +32,7 @@ from omni.utils.profiling import GIB, free_memory, high_water
 from train.checkpoint import retention, state
 from train.checkpoint.state import CheckpointContent
 from train.checkpoint.upload import Uploads, bring_back, in_background
-from train.config.run import FitConfig
+from train.config.run import FitConfig, plain_config
 from train.config.sections import BudgetConfig
 from train.console.progress import counted
 from train.data.batching.loader import States, merge
@@ -45,13 +45,12 @@ class Checkpointer:
     """Writes and reads the checkpoints of a run. All processes must call its methods alike.
 
     Args:
-        plain: the configuration as plain data, to be stored and compared.
         balance, meter: with `state_dict`, `load_state_dict` and `tally`, or None; with `state` and `restore`.
         rows: sizes of the stored sources, and the checksum of the weights below adapters.
 
     Attributes:
         parent: folder of the checkpoints.
-        position: state of the run that is not tensors; `resume` replaces it.
+        training: the tensors of the run; `position`: its state beside them, which `resume` replaces.
         saved: the last checkpoint that was written, or is being written, or was read.
         asynchronous: checkpoints may be written beside the steps; false once a machine had no memory for that.
         observers: whose `on_save` is called with the step and the folder, the last one first.
@@ -61,7 +60,6 @@ class Checkpointer:
     def __init__(
         self,
         config: FitConfig,
-        plain: Mapping[str, Any],
         folder: Path,
         fabric: Fabric,
         group: ProcessGroup,
@@ -74,8 +72,8 @@ class Checkpointer:
         packer_shards: range,
         rows: Mapping[str, int],
     ) -> None:
-        self.config, self.plain, self.folder, self.fabric, self.group = config, plain, folder, fabric, group
-        self.training = (objective, optimizer, average)
+        self.config, self.plain, self.folder, self.fabric, self.group = config, plain_config(config), folder, fabric, group
+        self.training = state.Training(objective, optimizer, average)
         self.balance, self.meter, self.packer_shards = balance, meter, packer_shards
         self.parent = folder / "checkpoints"
         self.position = state.Position(rows=dict(rows))
@@ -119,11 +117,11 @@ class Checkpointer:
         budget = from_dict(BudgetConfig, stored["budget"], "budget") if mode == "extend" else None
         if budget is not None:
             check_larger(budget, self.config.budget)
-        optimizer = self.training[1]
+        optimizer = self.training.optimizer
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         fresh: list[str] = []
-        self.position = position = replace(state.load(checkpoint, *self.training, self.group, fresh), rows=rows)
-        self.group.together(lambda: state.check_weights(checkpoint, *self.training))
+        self.position = position = replace(state.load(checkpoint, self.training, self.group, fresh), rows=rows)
+        self.group.together(lambda: state.check_weights(checkpoint, self.training))
         if fresh:
             rules = ", ".join(sorted({str(group.get("rule")) for group in optimizer.param_groups}))
             whose = f"{counted(len(fresh), 'parameter')}, which another rule trained before (now: {rules})"
@@ -150,7 +148,7 @@ class Checkpointer:
     def _resume_balance(self, checkpoint: Path, stored_config: Mapping[str, Any]) -> None:
         if self.balance is None:
             return
-        stored = state.load_balance(checkpoint, self.training[0], self.group)
+        stored = state.load_balance(checkpoint, self.training.objective, self.group)
         old, new = ({key: of.get(key) for key in ("balance", "trainable")} for of in (stored_config, self.plain))
         if retention.differences(old, new):  # possible under --resume force only
             warnings.warn("balance or trainable has changed: the balance of the tasks starts again", stacklevel=2)
@@ -207,7 +205,7 @@ class Checkpointer:
         whole, balance = replace(position, packer_shards=shards), None
         if self.balance is not None:
             balance, whole.tally = self.balance.state_dict(), self.balance.tally
-        held = state.capture(self.parent, whole, self.plain, *self.training, self.group, balance)
+        held = state.capture(self.parent, whole, self.plain, self.training, self.group, balance)
         self._with_figures = position.validated[0] == position.step
         copied = self._copied(held) if beside and self.asynchronous else None
         if copied is None:
@@ -299,7 +297,7 @@ class Checkpointer:
         self.wait()
         good = retention.newest(self.parent)
         where = f"the last good checkpoint is {good}" if good is not None else "no checkpoint was written yet"
-        groups, precision, limit = self.training[1].param_groups, self.config.fabric.precision, self.config.clip
+        groups, precision, limit = self.training.optimizer.param_groups, self.config.fabric.precision, self.config.clip
         keys = {"optimizer.muon_lr" if group.get("rule") == "muon" else "optimizer.lr" for group in groups}
         ways = [f"a lower {' and '.join(sorted(keys))}"]
         ways += ["clip 1.0"] * (limit is None or limit > 1)

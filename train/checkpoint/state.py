@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,9 +76,18 @@ class Position:
     rows: dict[str, int] = field(default_factory=dict)
 
 
-def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> dict[str, Tensor]:
-    """All tensors of the training state by flat name; they share memory with module, optimizer and average. Frozen weights
-    below adapters, and those of a teacher, are not stored, but read again from the model that the run started from."""
+class Training(NamedTuple):
+    """What a run trains, and by what: its state is in these, and in the `Position`."""
+
+    objective: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: Average | None
+
+
+def tensors_of(training: Training) -> dict[str, Tensor]:
+    """All tensors of the training state by flat name; they share memory with it. Frozen weights below adapters, and those of a
+    teacher, are not stored, but read again from the model that the run started from."""
+    module, optimizer, average = training
     whole = {name: t for name, t in module.state_dict().items() if not name.startswith(TEACHER)}
     flat = {f"model.{name}": t.detach() for name, t in whole.items() if not isinstance(t, str)}
     if adapted(module):
@@ -117,21 +126,19 @@ def capture(
     parent: Path,
     position: Position,
     config: Mapping[str, Any],
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: Average | None,
+    training: Training,
     group: ProcessGroup,
     balance: Mapping[str, Tensor] | None = None,
 ) -> CheckpointContent:
     """Collects the state after a step, for a checkpoint under `parent`; all processes must call it."""
-    sharded = is_sharded(module)
+    sharded = is_sharded(training.objective)
     mine = group.first or sharded
     data = {"format": FORMAT, "processes": group.world, **asdict(position), "config": dict(config)}
     return CheckpointContent(
         parent / name_of(position.step),
         json.dumps(data) + "\n",
-        group.gather(random_state(next(module.parameters()).device)),
-        tensors_of(module, optimizer, average) if mine else {},
+        group.gather(random_state(next(training.objective.parameters()).device)),
+        tensors_of(training) if mine else {},
         sharded,
         dict(balance) if balance is not None and mine else None,
     )
@@ -199,18 +206,11 @@ def _cannot_write(target: Path, error: BaseException) -> UserError:
     return failure
 
 
-def load(
-    folder: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: Average | None,
-    group: ProcessGroup,
-    fresh: list[str] | None = None,
-) -> Position:
+def load(folder: Path, training: Training, group: ProcessGroup, fresh: list[str] | None = None) -> Position:
     """Read a checkpoint into model, optimizer and average, in place; all processes must call it. `fresh` receives the
     parameters whose stored optimizer state is another rule's: theirs starts again. UserError for a file that is missing or
     truncated, and for other tensors."""
-    data = read_state(folder)
+    data, (module, optimizer, _) = read_state(folder), training
     for file in [*folder.rglob("*.safetensors")]:
         refuse_pointer(file)
     try:
@@ -223,7 +223,7 @@ def load(
         if fresh is not None:
             fresh += sorted(others)
         _allocate_optimizer_state(stored, module, optimizer)
-        wanted = tensors_of(module, optimizer, average)
+        wanted = tensors_of(training)
         _compare_names(folder, wanted, stored)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -240,10 +240,10 @@ def load(
     return Position(**fields)
 
 
-def check_weights(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, average: Average | None) -> None:
+def check_weights(folder: Path, training: Training) -> None:
     """Refuse weights, or their average, that a checkpoint gave and that are not finite (UserError naming the first tensor).
     Each process looks at its own slices."""
-    for name, tensor in tensors_of(module, optimizer, average).items():
+    for name, tensor in tensors_of(training).items():
         if not name.startswith("optimizer.") and not finite(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
             raise UserError(f"checkpoint {folder}: tensor {name} holds numbers that are not finite; {way_back(folder)}")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from lightning_fabric import Fabric
 from torch import Tensor
 
@@ -178,7 +177,7 @@ def build_loop(
 ) -> Loop:
     """Builds optimizer, step, checkpoints and logs of a run over its parts, and resumes it where it has a checkpoint; `draw`
     refreshes the pictures in the run folder."""
-    objective, plain = parts.objective, plain_config(config)
+    objective = parts.objective
     real = objective if isinstance(objective, Objective) else None
     shards = process_shards(config.data.micro_batches, group.data_rank, group.data_world)
     also = set_trainable(objective.get_submodule("model"), config.trainable_patterns)
@@ -200,12 +199,12 @@ def build_loop(
     highest = HighestLosses(COUNT if real is not None else 0, folder, group)
     seed_random((config.seed + 1 + group.data_rank) % 2**63)
     checkpointer = Checkpointer(
-        config, plain, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
+        config, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
         meter=meter, packer_shards=shards, rows=parts.rows,
     )  # fmt: skip
     resumed = checkpointer.resume()
     position = checkpointer.position
-    logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, plain))
+    logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, checkpointer.plain))
     share = checkpointer.used
     most = None if config.budget.expected is None or config.budget.minutes is None else 60 * config.budget.minutes
     progress = TrainProgress(config.log.progress if group.first else "off", (share, position.seconds), most)
@@ -224,10 +223,9 @@ def build_loop(
     timed = TimedStep(step, parts.idle, say)
     usage = Usage(objective, optimizer, average, meter, fabric.device, group)
     scaled = bool(fabric.strategy.precision.state_dict())
-    health = StepHealth(checkpointer, meter, optimizer, fabric.device.type == "cpu", scaled, position.step + 1, say)
-    counts = DataCounts(folder, group, checkpointer.own_shards, say, config.data.broken_limit)
-    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-    writer = LogWriter(logs, group, checkpointer, balance.figures if balance is not None else dict, say, text, draw)
+    health = StepHealth(checkpointer, meter, scaled, position.step + 1)
+    counts = DataCounts(checkpointer)
+    writer = LogWriter(logs, checkpointer, balance.figures if balance is not None else dict, draw)
     if not group.broadcast((folder / retention.CONFIG).exists()):
         writer.on_steps_end()
     observers = [
@@ -239,7 +237,7 @@ def build_loop(
         health,
         counts,
         usage,
-        screen.StepLines(config, checkpointer, meter, optimizer, usage.idle, progress),
+        screen.StepLines(checkpointer, meter, usage.idle, progress),
         writer,
     ]
     flops = StepFlops(real.model, config.objective) if real is not None else None
@@ -249,9 +247,7 @@ def build_loop(
         batches = calls.checked(checkpointer.checked(batches))
         return Feed(batches, parts, flops, checkpointer.clock, group, stop, balance is not None)
 
-    answering = fabric.device if config.lora is None else "cpu"  # adapters are merged into copies
-    validation = RunValidation(config, parts, checkpointer, observers, module, average, fabric.device, answering, group)
-
+    validation = RunValidation(parts, checkpointer, module)
     checkpointer.observers = observers
     checkpointer.start_clock()
     return Loop(config, group, optimizer, feed, timed, validation, checkpointer, observers, usage, health, counts, progress)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 
 from omni.errors import UserError, in_one_line
@@ -143,26 +144,25 @@ class LogWriter(Observer):
 
     Attributes:
         logs: None in all processes but the first.
-        config: as YAML; None once it is written.
         balance: figures of the balance of the tasks since the last row, where there is one.
         draw: refreshes the pictures in the run folder; names and files.
+        stored: the configuration is written.
     """
 
     logs: Logs | None
-    group: ProcessGroup
     checkpointer: Checkpointer
     balance: Callable[[], Mapping[str, float]]
-    say: Callable[[str], None]
-    config: str | None = None
     draw: Callable[[], dict[str, Path]] | None = None
+    stored: bool = False
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         self.on_steps_end()
 
     def on_steps_end(self) -> None:
-        if self.config is not None:
-            file, text, self.config = self.checkpointer.folder / CONFIG, self.config, None
-            self.group.run_on_first(lambda: write_whole(file, text))
+        if not self.stored:
+            text = yaml.safe_dump(self.checkpointer.plain, sort_keys=False, allow_unicode=True)
+            self.checkpointer.group.run_on_first(lambda: write_whole(self.checkpointer.folder / CONFIG, text))
+            self.stored = True
 
     def on_log(self, step: int, figures: Figures) -> None:
         balance = self.balance()
@@ -176,14 +176,14 @@ class LogWriter(Observer):
             if self.logs is not None:
                 self.logs.write(VALIDATION, step, {**figures, "seconds": self.checkpointer.position.seconds})
             shown = {k: v for k, v in figures.items() if not k.startswith("loss/") or k in SHOWN_LOSSES}
-            self.say(f"validation at step {step}: {figures_line(shown)}")
+            self.checkpointer.say(f"validation at step {step}: {figures_line(shown)}")
             self._draw(step)
 
-        self.group.run_on_first(work)
+        self.checkpointer.group.run_on_first(work)
 
     def on_end(self, outcome: Outcome) -> None:
         if not outcome.signal:
-            self.group.run_on_first(lambda: self._draw(outcome.step))
+            self.checkpointer.group.run_on_first(lambda: self._draw(outcome.step))
 
     def _draw(self, step: int) -> None:
         if self.draw is not None and self.logs is not None:
@@ -198,51 +198,46 @@ class LogWriter(Observer):
 @dataclass
 class DataCounts(Observer):
     """Counts what is trained of each source, and the rows that are left out because they are too long or broken, over all
-    processes; says each source, task and reason when it first happens. `limit`: share of a source's draws that may be
-    broken; `shards`: gives the states of this process's packers."""
+    processes; says each source, task and reason when it first happens."""
 
-    folder: Path
-    group: ProcessGroup
-    shards: Callable[[], Mapping[str, Any]]
-    say: Callable[[str], None]
-    limit: float
+    checkpointer: Checkpointer
     number: int = 0
     counts: Counts = field(default_factory=Counts)
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
         """Refuses data of which too many are broken (UserError), in all processes alike."""
         if figures:
-            self.counts.check(self.limit)
+            self.counts.check(self.checkpointer.config.data.broken_limit)
 
     def on_log(self, step: int, figures: Figures) -> None:
         """Adds rows, seconds of sound and tokens by source, and rows left out, since the start of the run; `unused.csv` is
         written again where more rows are left out."""
-        own, counters = self._own(), ("skipped", "broken")
+        own, counters, group = self._own(), ("skipped", "broken"), self.checkpointer.group
         for source, of in self.trained().items():
             name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
             figures |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
-        each = self.group.gather([sum(shard.get(counter, 0) for shard in own) for counter in counters])
+        each = group.gather([sum(shard.get(counter, 0) for shard in own) for counter in counters])
         totals = [sum(of) for of in zip(*each, strict=True)]
         if sum(totals) != self.number:
             self.number, known = sum(totals), self.counts.unused
-            every = self.group.gather([shard.get("counts", {}) for shard in own])
+            every = group.gather([shard.get("counts", {}) for shard in own])
             self.counts = Counts.joined(counts for of in every for counts in of)
             for key, line in self.counts.lines().items():
                 if key not in known:
-                    self.say(f"{line}; see {self.folder / UNUSED}")
+                    self.checkpointer.say(f"{line}; see {self.checkpointer.folder / UNUSED}")
             if self.counts.unused:
-                self.group.run_on_first(lambda: write_whole(self.folder / UNUSED, self.counts.table()))
+                group.run_on_first(lambda: write_whole(self.checkpointer.folder / UNUSED, self.counts.table()))
         figures |= {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
 
     def trained(self) -> dict[str, Trained]:
         """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call
         it."""
         own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in self._own()]
-        sums = Counts.joined(counts for of in self.group.gather(own) for counts in of).trained
+        sums = Counts.joined(counts for of in self.checkpointer.group.gather(own) for counts in of).trained
         return dict(sorted(sums.items()))
 
     def _own(self) -> list[Mapping[str, Any]]:
-        return list(self.shards().values()) if self.group.counts else []
+        return list(self.checkpointer.own_shards().values()) if self.checkpointer.group.counts else []
 
 
 def run_id(folder: Path) -> str:

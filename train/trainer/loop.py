@@ -107,7 +107,7 @@ class Loop:
             self.step(step, self.checkpointer.used)
             position.step += 1
             update_states(position.packer_shards, step.batches)
-            if (average := self.validation.average) is not None:
+            if (average := self.checkpointer.training.average) is not None:
                 average.update(position.step)
             self._end_step()
             stopped = step.stop or (stop.number if self.group.world == 1 else 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from train.data.batching.batch import Batch
 from train.distributed.process_group import ProcessGroup
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Losses
-from train.optim.optimizer import Optimizers
 from train.trainer.parts import Figures, Observer
 
 GIVE_UP = 10
@@ -156,7 +155,7 @@ class StepMetrics(Observer):
         return out
 
 
-def base_rate(optimizer: Optimizers) -> float:
+def base_rate(optimizer: torch.optim.Optimizer) -> float:
     """The largest learning rate of any parameter, now."""
     return float(max(group["lr"] for group in optimizer.param_groups))
 
@@ -167,7 +166,6 @@ class StepHealth(Observer):
     (UserError) where losses are not finite, or the gradients of `GIVE_UP` steps one after another.
 
     Attributes:
-        on_cpu: elsewhere the steps that were left out are asked for at rows of the log only.
         scaled: 16-mixed finds its scale by steps that fail, which are neither counted nor said.
         first_step: of this start.
         said_from: how many steps are left out when that is said again.
@@ -175,11 +173,8 @@ class StepHealth(Observer):
 
     checkpointer: Checkpointer
     meter: StepMetrics
-    optimizer: Optimizers
-    on_cpu: bool
     scaled: bool
     first_step: int
-    say: Callable[[str], None]
     said_from: int = 1
 
     def on_log(self, step: int, figures: Figures) -> None:
@@ -189,10 +184,10 @@ class StepHealth(Observer):
         if not self.scaled and self.meter.skipped_in_a_row >= GIVE_UP:
             self.checkpointer.check_finite(f"gradients' norm of {GIVE_UP} steps one after another", norm)
         position = self.checkpointer.position
-        figures.update(lr=base_rate(self.optimizer), seconds=position.seconds, gradient_norm=norm)
+        figures.update(lr=base_rate(self.checkpointer.training.optimizer), seconds=position.seconds, gradient_norm=norm)
 
     def on_step(self, step: int, figures: Mapping[str, float]) -> None:
-        if not figures and self.on_cpu:
+        if not figures and self.checkpointer.fabric.device.type == "cpu":  # elsewhere it would wait for the device
             self._say_skipped(step)
 
     def _say_skipped(self, step: int) -> None:
@@ -202,7 +197,7 @@ class StepHealth(Observer):
             return
         self.said_from = 2 * skipped
         number = "" if skipped == 1 else f" ({skipped} steps so far)"
-        self.say(
+        self.checkpointer.say(
             f"step {step}: left out, because its gradients are not finite{number}; {GIVE_UP} one after another end the run"
             if float(self.meter.skipped_in_a_row)
             else f"step {step}: {counted(skipped, 'step')} left out so far: gradients not finite"

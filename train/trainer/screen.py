@@ -21,7 +21,6 @@ from train.console.progress import TrainProgress, counted, duration, percent
 from train.data.batching.loader import Trained
 from train.distributed.sharding import ParallelDims
 from train.objective.objective import Objective
-from train.optim.optimizer import Optimizers
 from train.trainer.initial_model import ADAPTER
 from train.trainer.logs import METRICS
 from train.trainer.metrics import StepMetrics, base_rate
@@ -98,10 +97,8 @@ class StepLines(Observer):
         shown, paced: seconds of the run at the last line, and after the first of the `PACED` steps.
     """
 
-    config: FitConfig
     checkpointer: Checkpointer
     meter: StepMetrics
-    optimizer: Optimizers
     idle: Callable[[], AbstractContextManager[None]]
     progress: TrainProgress
 
@@ -117,16 +114,18 @@ class StepLines(Observer):
         if figures:
             return
         self._say_expectation(step)
-        seconds, first = self.checkpointer.position.seconds, step < self.first_step + FIRST_STEPS
-        if self.config.log.progress != "off" and (first or seconds - self.shown >= LINE_SECONDS):  # in all processes alike
+        seconds = self.checkpointer.position.seconds
+        is_due = step < self.first_step + FIRST_STEPS or seconds - self.shown >= LINE_SECONDS
+        if is_due and self.checkpointer.config.log.progress != "off":  # in all processes alike
             with self.idle():
-                self._show(step, {**self.meter.figures(shown=True), "lr": base_rate(self.optimizer)})
+                self._show(step, {**self.meter.figures(shown=True), "lr": base_rate(self.checkpointer.training.optimizer)})
         else:
             self.progress.show(step, self.checkpointer.used, seconds)
 
     def _say_expectation(self, step: int) -> None:
         """Says after the first steps of an open-ended run, from their pace, when it should end."""
-        budget, metric, seconds = self.config.budget, self.config.checkpoint.metric, self.checkpointer.position.seconds
+        config, seconds = self.checkpointer.config, self.checkpointer.position.seconds
+        budget, metric = config.budget, config.checkpoint.metric
         first, last = (self.first_step + n - 1 for n in PACED)
         if step == first:
             self.paced = seconds

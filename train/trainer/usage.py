@@ -20,7 +20,6 @@ from torch.autograd import DeviceType
 from torch.distributed.tensor import DTensor
 
 from omni.errors import LostError, UserError, in_one_line
-from omni.files import replacing
 from omni.utils.hardware import synchronize
 from omni.utils.profiling import GIB
 from train.config.sections import BudgetConfig
@@ -252,13 +251,7 @@ class StepProfiler(Observer):
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"steps-{self.taken[0]}-{self.taken[-1]}"
         trace, table = self.folder / f"{name}.json.gz", self.folder / f"{name}.txt"
-        with replacing(trace) as part:
-            whole = part.with_name(f"{part.name}.json.gz")  # by which ending it is packed
-            try:
-                profile.export_chrome_trace(str(whole))
-                whole.replace(part)
-            finally:
-                whole.unlink(missing_ok=True)
+        profile.export_chrome_trace(str(trace))
         events = profile.key_averages()
         own = [e.self_device_time_total for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
         title = f"{named_steps(self.taken)} took {self.seconds:.2f} s"

@@ -45,7 +45,7 @@ from train.eval.held_out import Item, evaluate, spoken, write_answers
 from train.objective.objective import HEADS, Losses
 from train.optim.optimizer import Average, due
 from train.trainer.metrics import FIXED, LAST, loss_sums, mean_losses
-from train.trainer.parts import Figures, Observer, Parts
+from train.trainer.parts import Figures, Parts
 from train.trainer.plots import SPECTROGRAMS, spectrograms
 from train.trainer.signals import BrokenOff, Stop, break_off
 
@@ -254,24 +254,16 @@ class RunValidation:
     first one, for which the others wait. Keeps the best, and exports the last.
 
     Attributes:
-        observers: told of validations, the last one first.
         module: the objective as Fabric wraps it.
-        answering: device that whole weights are given on.
     """
 
-    config: FitConfig
     parts: Parts
     checkpointer: Checkpointer
-    observers: Sequence[Observer]
     module: Any
-    average: Average | None
-    device: torch.device
-    answering: torch.device | str
-    group: ProcessGroup
 
     def if_due(self, stop: Stop) -> int:
         """Runs a validation where that is due; the signal that has broken it off, or 0."""
-        plan, position = self.config.validation, self.checkpointer.position
+        plan, position = self.checkpointer.config.validation, self.checkpointer.position
         if due(position.step, position.seconds, *position.validated, plan.every_steps, plan.every_minutes):
             return self.run(stop)
         return 0
@@ -282,20 +274,20 @@ class RunValidation:
         try:
             figures = self._measure(position.step)
             if figures is None:
-                return self.group.broadcast(stop.number)
+                return self.checkpointer.group.broadcast(stop.number)
             position.validated = (position.step, position.seconds)
             if figures:
                 position.figures = figures
-                for observer in reversed(self.observers):
+                for observer in reversed(self.checkpointer.observers):
                     observer.on_validation(position.step, figures)
-                self._keep_best(figures.get(self.config.checkpoint.metric))
+                self._keep_best(figures.get(self.checkpointer.config.checkpoint.metric))
         finally:
             stop.phase = "step"
         return 0
 
     def _keep_best(self, value: float | None) -> None:
         """Saves a state that is among the best; UserError, after that, where the metric that says so is not measured."""
-        keep, saver = self.config.checkpoint, self.checkpointer
+        saver, keep = self.checkpointer, self.checkpointer.config.checkpoint
         useless = value is None and keep.keep_best > 0 and saver.used < 1
         if saver.is_best(value) or useless:
             saver.save(beside=not useless and saver.used < 1)
@@ -309,7 +301,7 @@ class RunValidation:
 
     def export(self) -> Path | None:
         """Writes the finished model; says where it is."""
-        parts, values = self.parts, self.average.values if self.average else None
+        parts, average = self.parts, self.checkpointer.training.average
 
         def work(weights: Mapping[str, Tensor]) -> Path | None:
             try:
@@ -317,7 +309,9 @@ class RunValidation:
             except NotFinite as error:
                 raise self.checkpointer.refused(error) from error
 
-        exported = with_whole_state(parts.objective, values, self.group, work, "model.")
+        exported = with_whole_state(
+            parts.objective, average.values if average is not None else None, self.checkpointer.group, work, "model."
+        )
         if self.checkpointer.uploads is not None and exported is not None:
             self.checkpointer.uploads.add(exported)
         return exported
@@ -325,19 +319,19 @@ class RunValidation:
     def _measure(self, step: int) -> dict[str, float] | None:
         """The figures after so many steps, none where nothing is measured; None where a signal has broken it off, which of
         several processes only the answers heed."""
-        parts, group = self.parts, self.group
+        parts, saver, group = self.parts, self.checkpointer, self.checkpointer.group
+        average, device = saver.training.average, saver.fabric.device
         asked = group.broadcast(parts.validate is not None)
         if not asked and not parts.held_out:
             return {}
         group.phase = "held-out loss"
         try:
-            losses = held_out_loss(
-                self.module, parts.objective, self._breakable(), parts.tasks, parts.streams, self.device, self.average, group
-            )
+            tools = parts.tasks, parts.streams, device, average, group
+            losses = held_out_loss(self.module, parts.objective, self._breakable(), *tools)
         except BrokenOff:
             return None
         group.phase = "validation answers"
-        values = self.average.values if self.average else None
+        answering = device if saver.config.lora is None else "cpu"  # adapters are merged into copies
         figures: Figures | None = {}
 
         def answers(weights: Mapping[str, Tensor]) -> Figures | None:
@@ -346,12 +340,13 @@ class RunValidation:
             return None
 
         if asked:
-            figures = group.broadcast(with_whole_state(parts.objective, values, group, answers, "model.", self.answering))
+            values = average.values if average is not None else None
+            figures = group.broadcast(with_whole_state(parts.objective, values, group, answers, "model.", answering))
         return None if figures is None else group.broadcast({**figures, **losses})
 
     def _breakable(self) -> Iterator[Any]:
         """The held-out batches; before each one a signal ends the validation, where no other process has to agree to that."""
         for batch in self.parts.held_out:
-            if self.group.world == 1:
+            if self.checkpointer.group.world == 1:
                 break_off()
             yield batch

@@ -22,7 +22,7 @@ from omni.errors import UserError
 from tests.processes import Program
 from tests.train.toys import final_tensors, toy_config, toy_fit, toy_parts
 from train.checkpoint import retention
-from train.checkpoint.state import RNG, Position, capture, load, write
+from train.checkpoint.state import RNG, Position, Training, capture, load, write
 from train.config.run import plain_config
 from train.config.sections import (
     BudgetConfig,
@@ -369,7 +369,7 @@ def test_state_that_a_rule_allocates_itself_is_read_into_its_memory(tmp_path: Pa
     optimizer = build_optimizer(named, config.optimizer)
     group: Any = SimpleNamespace(rank=0, world=1)
     assert place is not None
-    load(place, objective, optimizer, None, group)
+    load(place, Training(objective, optimizer, None), group)
     held = [optimizer.state[p][key] for _, p in named for key in ("state1", "state2")]
     assert len(held) == len(paged) > 10 and {t.data_ptr() for t in held} == {t.data_ptr() for t in paged}
     for name, p in objective.named_parameters():
@@ -402,8 +402,8 @@ def test_paged_state_stays_paged_over_a_resume(tmp_path: Path) -> None:
         module = nn.Linear(512, 512, device="cuda")
         optimizer = build_optimizer(list(module.named_parameters()), config)
         if resumed:
-            saved = write(capture(tmp_path, Position(step=3), {}, *ends[0], None, group), group)
-            load(saved, module, optimizer, None, group)
+            saved = write(capture(tmp_path, Position(step=3), {}, Training(*ends[0], None), group), group)
+            load(saved, Training(module, optimizer, None), group)
         for _ in range(3):
             module(torch.ones(8, 512, device="cuda")).square().mean().backward()
             optimizer.step()
