@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +38,7 @@ from train.console.progress import counted
 from train.data.batching.loader import States, merge
 from train.distributed.fabric import launch_names, restarted
 from train.distributed.process_group import ProcessGroup
-from train.optim.optimizer import Average, check_larger, due, extension, used
+from train.optim.optimizer import check_larger, due, extension, used
 
 
 class Checkpointer:
@@ -63,18 +63,14 @@ class Checkpointer:
         folder: Path,
         fabric: Fabric,
         group: ProcessGroup,
-        *,
-        objective: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        average: Average | None,
+        training: state.Training,
         balance: Any,
         meter: Any,
         packer_shards: range,
         rows: Mapping[str, int],
     ) -> None:
         self.config, self.plain, self.folder, self.fabric, self.group = config, plain_config(config), folder, fabric, group
-        self.training = state.Training(objective, optimizer, average)
-        self.balance, self.meter, self.packer_shards = balance, meter, packer_shards
+        self.training, self.balance, self.meter, self.packer_shards = training, balance, meter, packer_shards
         self.parent = folder / "checkpoints"
         self.position = state.Position(rows=dict(rows))
         self.start_clock()

@@ -27,7 +27,7 @@ from omni.utils.remote import refuse_remote
 from train.balance.config import balanced_tasks
 from train.checkpoint import retention
 from train.checkpoint.checkpointer import Checkpointer
-from train.checkpoint.state import seed_random
+from train.checkpoint.state import Training, seed_random
 from train.config.run import FitConfig, plain_config
 from train.console.progress import Screen, TrainProgress
 from train.data.batching.batch import Batch
@@ -190,7 +190,6 @@ def build_loop(
     trainable = [(name.removeprefix("model."), p) for name, p in learning]
     optimizer = build_optimizer(trainable, config.optimizer, config.fabric.precision, also)
     stepper: Any = fabric.setup_optimizers(optimizer)
-    average = Average(learning, config.ema) if config.ema is not None else None
     balance = None
     if config.balance is not None:
         balance = Balancing(config.balance, parts, fabric, module, trainable, group, len(shards), config.seed)
@@ -198,10 +197,8 @@ def build_loop(
     meter = StepMetrics(parts.tasks, parts.streams, fabric.device, group, peak or None)
     highest = HighestLosses(COUNT if real is not None else 0, folder, group)
     seed_random((config.seed + 1 + group.data_rank) % 2**63)
-    checkpointer = Checkpointer(
-        config, folder, fabric, group, objective=objective, optimizer=optimizer, average=average, balance=balance,
-        meter=meter, packer_shards=shards, rows=parts.rows,
-    )  # fmt: skip
+    training = Training(objective, optimizer, Average(learning, config.ema) if config.ema is not None else None)
+    checkpointer = Checkpointer(config, folder, fabric, group, training, balance, meter, shards, parts.rows)
     resumed = checkpointer.resume()
     position = checkpointer.position
     logs = group.run_on_first(lambda: Logs(folder, position.step, config.log.wandb, checkpointer.plain))
@@ -221,7 +218,7 @@ def build_loop(
     if config.guard:
         step = GuardedStep(step, objective, optimizer, parts.idle, number=position.step, say=say)
     timed = TimedStep(step, parts.idle, say)
-    usage = Usage(objective, optimizer, average, meter, fabric.device, group)
+    usage = Usage(*training, meter, fabric.device, group)
     scaled = bool(fabric.strategy.precision.state_dict())
     health = StepHealth(checkpointer, meter, scaled, position.step + 1)
     counts = DataCounts(checkpointer)
