@@ -268,8 +268,7 @@ def build_parts(
         rows = [row for _, rows in held_out_rows for row in rows]
         items = items_of(rows, config.validation.tasks, initial.codec, model.config.encoder, broken)
         dtype = answering_type(fabric.device.type, config.fabric.precision)
-        tools = model, initial.tokenizer, initial.codec
-        validate = Validator(*tools, items, config.validation, fabric.device, dtype, folder)
+        validate = Validator(initial, items, config.validation, fabric.device, dtype, folder)
 
     def steps(shards: range, start: int, states: Mapping[str, Any]) -> Iterator[list[Batch]]:
         data, pin = config.data, fabric.device.type == "cuda"

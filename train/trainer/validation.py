@@ -23,13 +23,11 @@ from torch import Tensor, nn
 
 from omni.audio.io import SAMPLE_RATE
 from omni.checkpoint.tensors import NotFinite
-from omni.codec.base import AudioCodec
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM, checked
 from omni.lora.peft import merged_state
 from omni.model.speech_model import SpeechModel
 from omni.tasks import find_task
-from omni.text import Tokenizer
 from train.checkpoint.checkpointer import Checkpointer
 from train.config.run import FitConfig
 from train.config.sections import ValidationConfig
@@ -44,6 +42,7 @@ from train.distributed.process_group import ProcessGroup
 from train.eval.held_out import Item, evaluate, spoken, write_answers
 from train.objective.objective import HEADS, Losses
 from train.optim.optimizer import Average, due
+from train.trainer.initial_model import Initial
 from train.trainer.metrics import FIXED, LAST, loss_sums, mean_losses
 from train.trainer.parts import Figures, Parts
 from train.trainer.plots import SPECTROGRAMS, spectrograms
@@ -59,9 +58,7 @@ class Validator:
     """Evaluates a second model over the given weights, so that generation does not affect the model in training, whose adapters
     are merged. Weights that have its device and dtype are not copied; answers and a spectrogram go to the run's folder."""
 
-    trained: SpeechModel
-    tokenizer: Tokenizer
-    codec: AudioCodec | None
+    initial: Initial
     items: Sequence[Item]
     config: ValidationConfig
     device: torch.device
@@ -70,16 +67,16 @@ class Validator:
 
     def __call__(self, weights: dict[str, Tensor], step: int) -> dict[str, float]:
         """Evaluates weights after `step` steps; returns the figures. `BrokenOff` where the run is asked to stop."""
-        merged = merged_state(self.trained, weights)
-        model = SpeechModel.from_state(self.trained.config, merged).to(self.device, self.dtype).eval()
-        lm = SpeechLM(model, self.tokenizer, self.codec, graph=False)  # a graph of each shape would serve once
+        trained, codec = self.initial.model, self.initial.codec
+        model = SpeechModel.from_state(trained.config, merged_state(trained, weights)).to(self.device, self.dtype).eval()
+        lm = SpeechLM(model, self.initial.tokenizer, codec, graph=False)  # a graph of each shape would serve once
         with torch.no_grad(), checked(break_off):
             report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)
         write_answers(report, self.folder / ANSWERS / f"step-{step:08d}.jsonl")
-        if self.codec is not None and (chosen := spoken(report, self.codec)) is not None:
+        if codec is not None and (chosen := spoken(report, codec)) is not None:
             judged, sound = chosen
             question = (judged.item.question, SAMPLE_RATE) if isinstance(judged.item.question, Tensor) else None
-            answer, texts = (sound, self.codec.sample_rate), (judged.item.question_text, judged.answer.text)
+            answer, texts = (sound, codec.sample_rate), (judged.item.question_text, judged.answer.text)
             spectrograms(self.folder / SPECTROGRAMS, question, answer, *texts)
         return report.figures
 
