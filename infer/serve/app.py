@@ -15,11 +15,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.host import EngineHost
 from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
 from infer.serve.realtime.configuration import Configuration, Voices, shown, updated
-from infer.serve.realtime.protocol import Event, ProtocolError, new_id
+from infer.serve.realtime.protocol import Denied, Event, ProtocolError, as_protocol_error, new_id
 from infer.serve.realtime.webrtc import PATH, Calls
 from infer.serve.realtime.websocket import serve_socket
 from infer.serve.rest.audio import speak, transcribe
@@ -46,8 +45,7 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
     async def life(app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(ThreadPoolExecutor(THREADS, "omni-serve"))
-        host.on_lost = server.lost
-        watching = asyncio.create_task(host.watch())
+        watching = asyncio.create_task(host.watch(server.lost))
         yield
         await calls.close()
         watching.cancel()

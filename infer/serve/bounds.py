@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
-from infer.serve.errors import Denied
+from infer.serve.realtime.protocol import Denied
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import ServerLimits
 
@@ -51,12 +51,11 @@ class Quota:
             self._left[name].use(amount, denies)
 
 
-class Closed(Exception):
-    """The server ends the session, with the code and reason of a WebSocket's close frame."""
+class Closed(NamedTuple):
+    """Why the server ends a session: the code and reason of a WebSocket's close frame."""
 
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(reason)
-        self.code, self.reason = code, reason[:120]
+    code: int
+    reason: str
 
 
 class SessionBounds:
@@ -74,18 +73,20 @@ class SessionBounds:
         tasks = [asyncio.create_task(self._read(receive)), asyncio.create_task(self._watch())]
         try:
             done, _ = await asyncio.wait([*tasks, *ends], return_when=asyncio.FIRST_COMPLETED)
-            return next((end for future in done if isinstance(end := _end_of(future), Closed)), Closed(EXPIRED, ""))
+            return next((end for future in done if isinstance(end := future.result(), Closed)), Closed(EXPIRED, ""))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, receive: Callable[[], Awaitable[str | bytes | None]]) -> None:
+    async def _read(self, receive: Callable[[], Awaitable[str | bytes | None]]) -> Closed | None:
         while (message := await receive()) is not None:
             await self._session.handle(message)
-            self.count()
+            if (closed := self.count()) is not None:
+                return closed
+        return None
 
-    def count(self) -> None:
+    def count(self) -> Closed | None:
         """Count a message that was handled by the sound that it brought, or else as an event; Closed where it is too much."""
         self.came = monotonic()
         seconds, self._session.hearing.uncounted = self._session.hearing.uncounted, 0.0
@@ -95,28 +96,22 @@ class SessionBounds:
             self._usage.count(**came)
         except Denied as error:
             self._session.send(error.event())
-            raise Closed(POLICY, str(error)) from None
+            return Closed(POLICY, str(error)[:120])
+        return None
 
-    async def _watch(self) -> None:
-        """Raises Closed when the session lasts too long, or nothing happens in it."""
+    async def _watch(self) -> Closed:
+        """Why the session ends, once it lasts too long, or nothing happens in it."""
         session, limits = self._session, self._limits
         while True:
             await asyncio.sleep(min(LOOK, limits.idle_seconds / 4, limits.session_seconds / 4))
-            if session.hearing.uncounted:  # of a call, whose sound comes by a way of its own
-                self.count()
+            # of a call, whose sound comes by a way of its own
+            if session.hearing.uncounted and (closed := self.count()) is not None:
+                return closed
             now = monotonic()
             if now - self._began > limits.session_seconds:
                 message = f"Your session hit the maximum duration of {limits.session_seconds / 60:g} minutes."
-                session.tell_error(message, "session_expired", "invalid_request_error")
-                raise Closed(EXPIRED, "session_expired")
+                session.tell_error(message, "session_expired", 400)
+                return Closed(EXPIRED, "session_expired")
             if now - max(self.came, session.transport.sent_at) > limits.idle_seconds:
-                session.tell_error("nothing came or went for too long", "session_idle_timeout", "invalid_request_error")
-                raise Closed(EXPIRED, "idle")
-
-
-def _end_of(future: asyncio.Future[Any]) -> Any:
-    """The result of a future that is done, or the Closed that it raised; another error of it is raised."""
-    error = future.exception()
-    if error is None or isinstance(error, Closed):
-        return error or future.result()
-    raise error
+                session.tell_error("nothing came or went for too long", "session_idle_timeout", 400)
+                return Closed(EXPIRED, "idle")

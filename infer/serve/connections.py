@@ -17,7 +17,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import InvalidState
 
 from infer.serve.bounds import POLICY, Quota
-from infer.serve.errors import Denied
+from infer.serve.realtime.protocol import Denied
 from infer.serve.telemetry import LOG
 
 HEAD_SECONDS, LINGER = 10.0, 5.0

@@ -25,21 +25,14 @@ class EngineHost:
         start: starts an engine.
         adapters: folders of LoRAs, by name, that each engine loads first.
 
-    Attributes:
-        on_lost: called in the loop when an engine was lost.
+    UserError where the model or an adapter cannot be loaded.
     """
 
     def __init__(self, start: Callable[[], EngineProcess], adapters: Mapping[str, str] | None = None) -> None:
         self._start, self._adapters = start, dict(adapters or {})
-        self._engine: EngineProcess | None = None
-        self._closing = False
+        self._engine = self._make()
         self._seen = (0, time.monotonic())  # steps, and when there were that many first
         self.restarts = 0
-        self.on_lost: Callable[[], None] = lambda: None
-
-    def open(self) -> None:
-        """Start the first engine; UserError where the model or an adapter cannot be loaded."""
-        self._engine = self._make()
 
     def _make(self) -> EngineProcess:
         engine = self._start()
@@ -53,7 +46,7 @@ class EngineHost:
 
     @property
     def alive(self) -> bool:
-        return self._engine is not None and self._engine.alive
+        return self._engine.alive
 
     @property
     def listens(self) -> bool:
@@ -63,7 +56,7 @@ class EngineHost:
     @property
     def engine(self) -> EngineProcess:
         """The engine; EngineLost while there is none."""
-        if self._engine is None or not self._engine.alive:
+        if not self._engine.alive:
             raise EngineLost("the engine has ended and is being started again; ask again in some seconds")
         return self._engine
 
@@ -84,15 +77,15 @@ class EngineHost:
             return False
         return time.monotonic() - since > STUCK
 
-    async def watch(self) -> None:
+    async def watch(self, on_lost: Callable[[], None]) -> None:
         """Runs beside the server: tells who waits when the engine is lost, and starts another one."""
-        while not self._closing:
+        while True:
             await asyncio.sleep(LOOK)
-            if self.alive or self._closing:
+            if self.alive:
                 continue
-            LOG.error("engine lost: %s", self._engine and self._engine.lost)
-            self.on_lost()
-            while not self._closing and not self.alive:
+            LOG.error("engine lost: %s", self._engine.lost)
+            on_lost()
+            while not self.alive:
                 try:
                     engine = await asyncio.to_thread(self._make)
                 except (UserError, OSError) as error:
@@ -101,12 +94,9 @@ class EngineHost:
                     continue
                 old, self._engine = self._engine, engine
                 self.restarts += 1
-                if old is not None:
-                    await asyncio.to_thread(old.close)
+                await asyncio.to_thread(old.close)
                 LOG.warning("engine started again")
 
     def close(self) -> None:
         """End the engine."""
-        self._closing = True
-        if self._engine is not None:
-            self._engine.close()
+        self._engine.close()

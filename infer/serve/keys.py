@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from itsdangerous import BadData, URLSafeSerializer
 
 from infer.serve.bounds import Quota
-from infer.serve.errors import Denied
+from infer.serve.realtime.protocol import Denied
 from infer.serve.settings import ServerLimits
 from omni.errors import UserError
 
@@ -86,7 +86,13 @@ class Keys:
     def owner(self, key: str | None) -> tuple[str, Mapping[str, Any]]:
         """Name of the key's owner, and the configuration that a secret brings; Denied without a key that is known and valid."""
         if key is not None and key.startswith(SECRET):
-            return self._of_secret(key.removeprefix(SECRET))
+            try:
+                owner, expires, session = self._signer.loads(key.removeprefix(SECRET))
+            except (BadData, ValueError):
+                raise Denied(401, "invalid_api_key", "this client secret is not known here") from None
+            if expires < time.time():
+                raise Denied(401, "invalid_api_key", "this client secret has expired; ask for another one")
+            return owner, session
         if not self._keys:
             return "anyone", {}
         if key is None:
@@ -96,15 +102,6 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 return name, {}
         raise Denied(401, "invalid_api_key", "this key is not known here")
-
-    def _of_secret(self, signed: str) -> tuple[str, Mapping[str, Any]]:
-        try:
-            owner, expires, session = self._signer.loads(signed)
-        except (BadData, ValueError):
-            raise Denied(401, "invalid_api_key", "this client secret is not known here") from None
-        if expires < time.time():
-            raise Denied(401, "invalid_api_key", "this client secret has expired; ask for another one")
-        return owner, session
 
     def make_secret(self, owner: str, session: Mapping[str, Any], seconds: int) -> tuple[str, int]:
         """A client secret, and when it expires, by `time.time`; Denied where the configuration in it is too long."""
@@ -121,11 +118,6 @@ class Keys:
             raise Denied(429, "session_limit_reached", f"this key has {most} sessions open, as many as it may; close one")
         self.usage[owner].count(seconds=1)
         self.sessions[owner] += 1
-
-    def leave(self, owner: str) -> None:
-        self.sessions[owner] -= 1
-        if self.sessions[owner] <= 0:
-            del self.sessions[owner]
 
 
 def _digest(key: str) -> bytes:

@@ -45,9 +45,9 @@ def serve(options: ServeOptions) -> None:
     try:
         write_logs()
         warnings.simplefilter("ignore", SoundWarning)  # they tell what was said
-        host = EngineHost(lambda: start_engine(model, options), read_adapters(options.adapter, model))
+        adapters = read_adapters(options.adapter, model)
         say(f"loading {model} in a process of its own, and measuring what a step of it costs")
-        host.open()
+        host = EngineHost(lambda: start_engine(model, options), adapters)
         missing = missing_package(model) if host.engine.codec is None else None
         if missing is not None:
             say(f"answers are text alone: {missing}")

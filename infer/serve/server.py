@@ -17,11 +17,10 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.routing import WebSocketRoute
 
-from infer.serve.errors import Denied, as_protocol_error
 from infer.serve.host import EngineHost
 from infer.serve.keys import LOOPBACK, Keys, check_origin, is_local, key_of
 from infer.serve.realtime.configuration import Configuration, Voices, updated
-from infer.serve.realtime.protocol import LOST, ProtocolError
+from infer.serve.realtime.protocol import LOST, Denied, ProtocolError, as_protocol_error
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.state import Transport
 from infer.serve.rest.answers import KeptAnswers
@@ -105,7 +104,7 @@ class Server:
 
     def end(self, carrier: str, owner: str, session: RealtimeSession, reason: str) -> None:
         """Count a session no longer."""
-        self.keys.leave(owner)
+        self.keys.sessions -= Counter((owner,))
         del self.sessions[session.id]
         self.metrics.sessions.labels(carrier).dec()
         session.log.info("session ended", fields={"reason": reason})
@@ -165,7 +164,7 @@ def add_web(app: FastAPI, server: Server) -> None:
         return {
             "model": server.voices.model,
             "needs_key": server.keys.needed,
-            "voices": list(server.voices.names),
+            "voices": ["default", *server.voices.adapters],
             "speaks": server.voices.speaks,
             "tasks": ["answer", "transcribe"],
             "max_seconds": longest(server.host.engine.config),

@@ -7,7 +7,8 @@ temperature and task of the answers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -95,7 +96,7 @@ class Configuration(Section):
     type: Literal["realtime", "transcription"] = "realtime"
     model: str | None = None
     instructions: Annotated[str, Field(max_length=LONGEST_TEXT)] = ""
-    output_modalities: list[Literal["text", "audio"]] = Field(default=["audio"])
+    output_modalities: list[Literal["text", "audio"]] = Field(default=["audio"], min_length=1, max_length=1)
     audio: SessionAudio = Field(default_factory=SessionAudio)
     max_output_tokens: Tokens = "inf"
     tools: list[dict[str, Any]] = Field(default_factory=list)
@@ -107,24 +108,18 @@ class Configuration(Section):
     omni: Omni = Field(default_factory=Omni)
 
 
+@dataclass
 class Voices:
     """The voices of a server: `default`, and one for each adapter; with the name of its model, and whether that speaks."""
 
-    def __init__(self, adapters: Sequence[str], model: str, speaks: bool = True) -> None:
-        self.adapters, self.model, self.speaks = tuple(adapters), model, speaks
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("default", *self.adapters)
-
-    def effective(self, voice: str | dict[str, Any] | None) -> str:
-        """The voice in effect: unknown names (clients send those of OpenAI) get the default one."""
-        name = voice.get("id") if isinstance(voice, dict) else voice
-        return name if name in self.adapters else "default"
+    adapters: tuple[str, ...]
+    model: str
+    speaks: bool = True
 
     def adapter(self, voice: str | dict[str, Any] | None) -> str | None:
-        name = self.effective(voice)
-        return None if name == "default" else name
+        """The adapter of a voice; None for the default one, which unknown names (clients send those of OpenAI) get too."""
+        name = voice.get("id") if isinstance(voice, dict) else voice
+        return name if name in self.adapters else None
 
 
 def updated(now: Configuration, change: Event, started: bool) -> Configuration:
@@ -147,7 +142,6 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
         configuration = Configuration.model_validate(changed)
     except ValidationError as error:
         raise ProtocolError(*first_mistake(error, changed, "session")) from None
-    check_modalities(configuration.output_modalities, "session.output_modalities")
     _check_rates(configuration)
     return configuration
 
@@ -158,18 +152,10 @@ def overridden(now: Configuration, overrides: Event) -> Configuration:
     if isinstance(change.get("audio"), dict):
         change["audio"] = {"output": change["audio"].get("output") or {}}
     try:
-        configuration = updated(now, change, started=True)
+        return updated(now, change, started=True)
     except ProtocolError as error:
         param = (error.param or "").replace("session", "response", 1)
         raise ProtocolError(str(error).replace("session.", "response."), error.code, param) from None
-    check_modalities(configuration.output_modalities, "response.output_modalities")
-    return configuration
-
-
-def check_modalities(names: Sequence[str], param: str) -> None:
-    """ProtocolError where sound and text are asked for together, or neither."""
-    if len(names) != 1:
-        raise ProtocolError(f"{param} is {list(names)}; give ['audio'] (sound with its transcript) or ['text']", param=param)
 
 
 def _check_rates(configuration: Configuration) -> None:
@@ -237,7 +223,7 @@ def shown(now: Configuration, voices: Voices, session_id: str, expires_at: int) 
             "input": listens,
             "output": {
                 "format": now.audio.output.format.shown(),
-                "voice": voices.effective(now.audio.output.voice),
+                "voice": voices.adapter(now.audio.output.voice) or "default",
                 "speed": 1.0,
             },
         },

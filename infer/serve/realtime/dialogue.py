@@ -235,10 +235,8 @@ class Dialogue:
     async def close(self) -> None:
         """Close the engine's session, also of a lost engine."""
         async with self._lock:
-            try:
+            with contextlib.suppress(UserError):
                 await self._drop()
-            except UserError:
-                self._session = None
 
 
 async def opened(engine: Any, **options: Any) -> Any:

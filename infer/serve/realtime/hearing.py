@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from infer.pcm import G711_RATE, PCM_RATE, Resampler, decode, to_int16
-from infer.serve.errors import as_protocol_error, broken
 from infer.serve.realtime.dialogue import closed, opened
-from infer.serve.realtime.protocol import LONGEST_APPEND, Event, ProtocolError, new_id
+from infer.serve.realtime.protocol import LONGEST_APPEND, Event, ProtocolError, as_protocol_error, broken, new_id
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.state import ConversationItem, SessionState, check_length
 from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent

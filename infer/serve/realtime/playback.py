@@ -104,10 +104,10 @@ class SentOutlet(Outlet):
 
 
 class Pacer:
-    """Sends text (by `tell`) and sound of one answer in time, sound at most `lead` seconds ahead."""
+    """Sends text and sound of one answer in time, sound at most `lead` seconds ahead."""
 
-    def __init__(self, outlet: Outlet, tell: Callable[[str], None], lead: float) -> None:
-        self.outlet, self._tell, self._lead = outlet, tell, lead
+    def __init__(self, outlet: Outlet, lead: float) -> None:
+        self.outlet, self._lead = outlet, lead
         self._texts: deque[tuple[str, float]] = deque()
         self._sounds = SampleQueue()
         self._closed = self.stopped = False
@@ -115,11 +115,8 @@ class Pacer:
 
     def text(self, text: str, at: float | None) -> None:
         """Take a piece of text that is spoken from a second of the sound on; None for text that is not spoken."""
-        if at is None:
-            self._tell(text)
-        else:
-            self._texts.append((text, at))
-            self._changed.set()
+        self._texts.append((text, at or 0.0))
+        self._changed.set()
 
     def sound(self, samples: np.ndarray) -> None:
         """Take the next samples [S]."""
@@ -136,14 +133,12 @@ class Pacer:
         self.stopped = True
         self._changed.set()
 
-    def end(self) -> None:
-        """Nothing more is told."""
-        self._tell = _to_nobody
-
-    async def run(self) -> None:
-        """Returns when all was sent, or it was stopped."""
+    async def run(self, tell: Callable[[str], None]) -> None:
+        """Send, text by `tell`; returns when all was sent, or it was stopped."""
         while not self.stopped:
-            self._due_text()
+            whole = self._closed and not self._sounds.count
+            while self._texts and (whole or self._texts[0][1] <= self.outlet.sent + TEXT_AHEAD):
+                tell(self._texts.popleft()[0])
             wait: float | None = None
             if self._sounds.count:
                 room = round((self._lead - self.outlet.ahead()) * self.outlet.rate)
@@ -152,14 +147,8 @@ class Pacer:
                     self.outlet.send(self._sounds.take(piece))
                     continue
                 wait = (piece - room) / self.outlet.rate
-            elif self._closed:
+            elif whole:
                 break
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if wait is None else max(wait, 0.001))
-        if not self.stopped:
-            self._due_text(whole=True)
-
-    def _due_text(self, whole: bool = False) -> None:
-        while self._texts and (whole or self._texts[0][1] <= self.outlet.sent + TEXT_AHEAD):
-            self._tell(self._texts.popleft()[0])

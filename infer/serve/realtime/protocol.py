@@ -1,4 +1,5 @@
-"""The events of OpenAI's Realtime API (GA names, as the `openai` package's `types/realtime` has them): reading and writing.
+"""The events of OpenAI's Realtime API (GA names, as the `openai` package's `types/realtime` has them): reading and writing;
+and errors as clients get them: whose mistake it is, and what to do.
 
 A client's event is validated by the model of its type; fields that are not known are left alone. A server's event is a plain
 dict, without keys whose value is None where clients want them absent.
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+
+from omni.errors import EngineLost, RoomError, UserError
 
 Id = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -31,6 +34,9 @@ SHORT.maxlevel, SHORT.maxstring = 0, 80  # it looks at the beginning of a value 
 LOST = "the engine was lost and is started again; ask again in some seconds"
 """Message to clients when the engine's process has ended; the log has the cause."""
 
+ENGINE_PROBLEMS = ("this engine ", "this session ")
+"""Beginnings of the engine's errors that are about itself, and not about its input."""
+
 
 class ProtocolError(Exception):
     """An error of a client's event or request, or of the server's, as the client is told.
@@ -38,9 +44,10 @@ class ProtocolError(Exception):
     Attributes:
         code: for programs; clients compare some of them.
         param: the field that is wrong, as `session.audio.input`.
-        error_type: `invalid_request_error`, `server_error`, or over HTTP `rate_limit_exceeded`.
         event_id: the client's event, of a message that could not be read.
-        status: of HTTP; `retry`, whether the same request may succeed later.
+        status: of HTTP, 500 and above where it is no mistake of the client.
+        retry: whether the same request may succeed later.
+        error_type: by the status: `invalid_request_error`, `rate_limit_exceeded` or `server_error`.
     """
 
     def __init__(
@@ -48,14 +55,15 @@ class ProtocolError(Exception):
         message: str,
         code: str = "invalid_value",
         param: str | None = None,
-        error_type: str = "invalid_request_error",
         event_id: str | None = None,
         status: int = 400,
         retry: bool = False,
     ) -> None:
         super().__init__(message)
-        self.code, self.param, self.error_type, self.event_id = code, param, error_type, event_id
-        self.status, self.retry = status, retry
+        self.code, self.param, self.event_id, self.status, self.retry = code, param, event_id, status, retry
+        self.error_type = "server_error" if status >= 500 else "invalid_request_error"
+        if status == 429:
+            self.error_type = "rate_limit_exceeded"
 
     def event(self, event_id: str | None = None) -> Event:
         """The `error` event; `event_id` is the client's."""
@@ -67,6 +75,34 @@ class ProtocolError(Exception):
     def body(self) -> Event:
         """The body of a response over HTTP."""
         return {"error": {"message": str(self), "type": self.error_type, "param": self.param, "code": self.code or None}}
+
+
+class Denied(ProtocolError):
+    """A request without permission, or over a quota."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message, code, status=status)
+
+
+def as_protocol_error(error: Exception) -> ProtocolError:
+    """The error for a client; the caller logs one of status 500 without a client's mistake."""
+    if isinstance(error, ProtocolError):
+        return error
+    if isinstance(error, EngineLost):
+        return ProtocolError(LOST, "engine_lost", status=503, retry=True)
+    if not isinstance(error, UserError):
+        return ProtocolError(f"the server failed ({type(error).__name__})", "server_error", status=500)
+    if str(error).startswith(ENGINE_PROBLEMS):
+        return ProtocolError(str(error), "server_error", status=500)
+    if isinstance(error, RoomError):
+        message = f"instructions, {str(error).partition(':')[0]}: shorten instructions, history or question"
+        return ProtocolError(message, "context_length_exceeded")
+    return ProtocolError(str(error))
+
+
+def broken(text: str | None, engine: Any) -> Exception:
+    """The error of an answer that broke, by its text, on this engine."""
+    return ProtocolError(text or "the answer broke", "server_error", status=500) if engine.alive else EngineLost(text)
 
 
 class _ClientEvent(BaseModel):

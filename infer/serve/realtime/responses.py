@@ -15,11 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from infer.pcm import Resampler, encode
-from infer.serve.errors import as_protocol_error, broken, is_question_error
 from infer.serve.realtime.configuration import Configuration, overridden
 from infer.serve.realtime.dialogue import PROMPT, Dialogue, DialogueTurn, options_of, prompted, speaks, task_of, turns_of
 from infer.serve.realtime.playback import Outlet, Pacer
-from infer.serve.realtime.protocol import Event, ProtocolError, ResponseOptions, filled, new_id
+from infer.serve.realtime.protocol import Event, ProtocolError, ResponseOptions, as_protocol_error, broken, filled, new_id
 from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState, read_item
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
@@ -75,7 +74,7 @@ class Response:
         self._form = form.type
         self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
         self.outlet.tell = self._tell_playback
-        self._pacer = Pacer(self.outlet, self._emit_text, owner.settings.lead)
+        self._pacer = Pacer(self.outlet, owner.settings.lead)
         self._events: AnswerStream | None = None
         self._stop_reason: StopReason | None = None
         self._heard: float | None = None
@@ -104,7 +103,6 @@ class Response:
     def end(self) -> None:
         """Nothing more comes of it, and nothing is held for it."""
         self.outlet.end()
-        self._pacer.end()
         self._before, self._events = (), None
         self.first.set()
         self.over.set()
@@ -123,7 +121,7 @@ class Response:
         if self._stop_reason is not None:
             return CANCELLED
         looking = asyncio.create_task(self._tell_place())
-        pacing = asyncio.create_task(self._pacer.run())
+        pacing = asyncio.create_task(self._pacer.run(self._emit_text))
         try:
             ended = await self._pass_on(events)
             looking.cancel()
@@ -225,7 +223,8 @@ class Response:
         status, details = self._outcome(ended, error)
         self.status = status
         unread = self._events is not None and self._events.running is None
-        if unread and self._question is not None and is_question_error(error):
+        cannot = isinstance(error, UserError) and as_protocol_error(error).code == "invalid_value"
+        if unread and cannot and self._question is not None:  # the model can never answer it
             self._question.part.refused = True
         if self._events is not None and error is None:
             await self._settle()
@@ -291,7 +290,7 @@ class Response:
         }
         if self.speaks:
             output = self._configuration.audio.output
-            voice = self._owner.voices.effective(output.voice)
+            voice = self._owner.voices.adapter(output.voice) or "default"
             shown["audio"] = {"output": {"format": output.format.shown(), "voice": voice}}
         return filled(shown)
 

@@ -31,25 +31,17 @@ WAITING = 500  # frames of the client's that may wait to be heard; older ones ar
 
 
 class SoundTrack(MediaStreamTrack):
-    """What a client hears: the sound of answers, one after another, and silence between."""
+    """What a client hears: the sound of answers (`outlets`), one after another, and silence between; the next frame has the
+    rest of sound that was cut (`dying`) besides."""
 
     kind = "audio"
 
     def __init__(self) -> None:
         super().__init__()
-        self._outlets: deque[CallOutlet] = deque()
-        self._dying = SampleQueue()  # rest of sound that was cut
+        self.outlets: deque[CallOutlet] = deque()
+        self.dying = SampleQueue()
         self._began: float | None = None
         self._count = 0
-
-    def add(self, outlet: CallOutlet) -> None:
-        """Play an outlet after those before it."""
-        self._outlets.append(outlet)
-
-    def fade(self, samples: np.ndarray) -> None:
-        """Play samples with the next frame, whatever else is played."""
-        self._dying.clear()
-        self._dying.push(samples)
 
     async def recv(self) -> AudioFrame:
         """The next 20 ms, when they are due."""
@@ -71,14 +63,14 @@ class SoundTrack(MediaStreamTrack):
     def next_frame(self) -> np.ndarray:
         """The next samples [960] that are played."""
         frame, at = np.zeros(FRAME, np.float32), 0
-        while self._outlets and at < FRAME:
-            piece = self._outlets[0].take(FRAME - at)
+        while self.outlets and at < FRAME:
+            piece = self.outlets[0].take(FRAME - at)
             frame[at : at + len(piece)] = piece
             at += len(piece)
-            if not self._outlets[0].over:
+            if not self.outlets[0].over:
                 break
-            self._outlets.popleft()
-        rest = self._dying.take(FRAME)
+            self.outlets.popleft()
+        rest = self.dying.take(FRAME)
         frame[: len(rest)] += rest
         return frame
 
@@ -111,7 +103,7 @@ class CallOutlet(Outlet):
         if self._cleared:
             return
         if not self.sent:
-            self._track.add(self)
+            self._track.outlets.append(self)
         elif self._dry:
             self.underruns += self._starved
             samples = np.concatenate([faded(samples[:EDGE], 0.0, 1.0), samples[EDGE:]])
@@ -143,7 +135,8 @@ class CallOutlet(Outlet):
         self._queue.clear()
         self._cleared, self.sent = True, self.heard
         if self._taken:
-            self._track.fade(faded(rest, self._gain, 0.0))
+            self._track.dying.clear()
+            self._track.dying.push(faded(rest, self._gain, 0.0))
             self.tell("cleared")
         self.free()
 

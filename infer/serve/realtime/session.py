@@ -11,11 +11,10 @@ import weakref
 
 import numpy as np
 
-from infer.serve.errors import as_protocol_error
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import ignored, shown, updated
 from infer.serve.realtime.hearing import SessionInput, Transcripts
-from infer.serve.realtime.protocol import Event, ProtocolError
+from infer.serve.realtime.protocol import Event, ProtocolError, as_protocol_error
 from infer.serve.realtime.responses import Responses
 from infer.serve.realtime.state import SessionState, from_base64, read_item
 from omni.errors import UserError

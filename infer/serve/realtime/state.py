@@ -197,55 +197,49 @@ def from_base64(value: Any, param: str) -> bytes:
         raise ProtocolError(f"{param} is no base64 ({error})", "invalid_base64", param) from None
 
 
-class Items:
+class Items(list[ConversationItem]):
     """The items of a conversation, in their order, at most so many; the samples of the newest `kept` seconds of questions
     stay."""
 
     def __init__(self, most: int = 4096, kept: float = 600.0) -> None:
+        super().__init__()
         self.most, self.kept = most, kept
-        self._items: list[ConversationItem] = []
-
-    def __iter__(self) -> Any:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
 
     def find(self, item_id: str, code: str, param: str = "item_id") -> ConversationItem:
         """The item of that id; ProtocolError with this code, and the field that has the id, where there is none."""
-        for item in reversed(self._items):
+        for item in reversed(self):
             if item.id == item_id:
                 return item
         raise ProtocolError(f"there is no item {item_id[:80]!r} in the conversation", code, param)
 
     def before(self, item: ConversationItem) -> str | None:
         """Id of the item before it; None for the first."""
-        index = self._items.index(item)
-        return self._items[index - 1].id if index else None
+        index = self.index(item)
+        return self[index - 1].id if index else None
 
     def add(self, item: ConversationItem, after: str | None = None) -> None:
         """Put an item at the end, or after that of an id (`root`: first). ProtocolError where its id is taken, there is no such
         item to follow, or there are too many."""
-        if any(other.id == item.id for other in self._items):
+        if any(other.id == item.id for other in self):
             raise ProtocolError(f"there is an item {item.id[:80]!r} already", "item_create_duplicate_item_id", "item.id")
-        if len(self._items) >= self.most:
+        if len(self) >= self.most:
             raise ProtocolError(f"the conversation has {self.most} items; delete some", "conversation_full")
-        index = len(self._items)
+        index = len(self)
         if after == "root":
             index = 0
         elif after is not None:
-            index = self._items.index(self.find(after, "item_create_invalid_previous_item_id", "previous_item_id")) + 1
-        self._items.insert(index, item)
+            index = self.index(self.find(after, "item_create_invalid_previous_item_id", "previous_item_id")) + 1
+        self.insert(index, item)
         self._forget_sound()
 
     def discard(self, item: ConversationItem) -> None:
         """Take an item out, where it is there."""
-        self._items = [other for other in self._items if other is not item]
+        self[:] = [other for other in self if other is not item]
 
     def _forget_sound(self) -> None:
         """Drop the samples of the oldest questions, which are beyond what any model remembers; the newest stays."""
         total = 0.0
-        for item in reversed(self._items):
+        for item in reversed(self):
             newest, total = not total, total + item.seconds
             if total > self.kept and not newest:
                 for part in item.content:
@@ -305,9 +299,9 @@ class SessionState:
         self._sent += 1
         self.transport.put({"event_id": f"event_{self.id[5:]}{self._sent:06x}", **event})
 
-    def tell_error(self, message: str, code: str = "server_error", error_type: str = "server_error") -> None:
+    def tell_error(self, message: str, code: str = "server_error", status: int = 500) -> None:
         """An error that no event of the client brought."""
-        self.send(ProtocolError(message, code, error_type=error_type).event())
+        self.send(ProtocolError(message, code, status=status).event())
 
     def add_item(self, item: ConversationItem, after: str | None = None) -> None:
         """Put an item into the conversation, and say so."""
@@ -323,7 +317,7 @@ class SessionState:
     def add_spoken(self, item_id: str, sound: np.ndarray) -> ConversationItem:
         """A user's item of committed sound [S] at 24 kHz, with its events."""
         item = ConversationItem("message", "user", id=item_id, content=[ContentPart("input_audio", None, sound)])
-        last = list(self.items)[-1].id if len(self.items) else None
+        last = self.items[-1].id if self.items else None
         self.send({"type": "input_audio_buffer.committed", "previous_item_id": last, "item_id": item.id})
         self.add_item(item)
         return item

@@ -21,11 +21,10 @@ from fastapi import Request, Response
 from starlette.datastructures import UploadFile
 
 from infer.serve.bounds import EXPIRED, Closed, Quota, SessionBounds
-from infer.serve.errors import Denied
 from infer.serve.keys import LOOPBACK
 from infer.serve.realtime.configuration import merged
 from infer.serve.realtime.playback import Outlet
-from infer.serve.realtime.protocol import Event, ProtocolError, new_id, read_json
+from infer.serve.realtime.protocol import Denied, Event, ProtocolError, new_id, read_json
 from infer.serve.realtime.rtc_sound import CallOutlet, SoundTrack, TrackListener
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.rest.jobs import Job
@@ -87,7 +86,7 @@ class Call:
             self.channel.send(data.decode())
         except ValueError:  # larger than the client takes
             problem = f"an event of type {event['type']} with {len(data):,} bytes is larger than your data channel takes"
-            error = ProtocolError(problem, "event_too_large", error_type="server_error")
+            error = ProtocolError(problem, "event_too_large", status=500)
             self.put({"event_id": new_id("event"), **error.event()})
 
     def end(self, reason: str) -> None:

@@ -15,7 +15,6 @@ import numpy as np
 import soundfile
 
 from infer.pcm import PCM_RATE, Resampler, encode
-from infer.serve.errors import server_error
 from infer.serve.realtime.protocol import ProtocolError
 from omni.audio.wav import wav_header
 from omni.generate.results import AudioChunk, Ended, TextDelta
@@ -53,9 +52,10 @@ async def unbroken(answer: AnswerStream) -> AsyncIterator[Output]:
     """The events of an answer; ProtocolError where it broke."""
     async for event in answer:
         if isinstance(event, Ended) and event.reason == "error":
-            raise server_error(event.error or "the answer broke")
+            raise ProtocolError(event.error or "the answer broke", "server_error", status=500)
         if isinstance(event, Ended) and event.reason == "cancelled":
-            raise server_error("the answer was cancelled by the server; ask again", status=503, retry=True)
+            problem = "the answer was cancelled by the server; ask again"
+            raise ProtocolError(problem, "server_error", status=503, retry=True)
         yield event
 
 
@@ -64,7 +64,7 @@ async def begun(items: AsyncIterator[T], head: Sequence[T] = (), missing: Protoc
     where there is none."""
     first = await anext(items, None)
     if first is None:
-        raise missing or server_error("the answer has no events")
+        raise missing or ProtocolError("the answer has no events", "server_error", status=500)
 
     async def whole() -> AsyncIterator[T]:
         for item in (*head, first):

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from infer.pcm import PCM_RATE, to_int16
-from infer.serve.errors import server_error
 from infer.serve.realtime.hearing import TRANSCRIPT_TOKENS
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.rest.answers import MEDIA, begun, deltas, encoded, resampled, token_counts
@@ -67,23 +66,18 @@ async def speak(job: Job) -> Response:
     if body.form not in ("pcm", "wav"):
         _, sound, _ = await job.whole(body.input, "T1A1", **options)
         if not len(sound):
-            raise server_error(SILENT, "no_sound")
+            raise ProtocolError(SILENT, "no_sound", status=500)
         data = await asyncio.to_thread(lambda: encoded(resampled(sound, rate), body.form))
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
         return Response(data, media_type=MEDIA[body.form])
     events = await job.begun(body.input, "T1A1", **options)
+    chunks = (piece async for piece in deltas(events, rate) if isinstance(piece, bytes))
     head = [wav_header(PCM_RATE)] if body.form == "wav" else []
-    pieces = await job.while_connected(begun(_sound(events, rate), head, server_error(SILENT, "no_sound")))
+    pieces = await job.while_connected(begun(chunks, head, ProtocolError(SILENT, "no_sound", status=500)))
     if body.stream_format == "sse":
         return event_stream(job, _events(job, pieces))
     return StreamedResponse(job, pieces, MEDIA[body.form])
-
-
-async def _sound(events: AsyncIterator[Output], rate: int) -> AsyncIterator[bytes]:
-    async for piece in deltas(events, rate):
-        if isinstance(piece, bytes):
-            yield piece
 
 
 async def _one(data: bytes) -> AsyncIterator[bytes]:

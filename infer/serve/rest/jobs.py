@@ -22,9 +22,8 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from infer.serve.errors import Denied, server_error
 from infer.serve.keys import key_of
-from infer.serve.realtime.protocol import COSTLY, Event, ProtocolError, check_costly, first_mistake, read_json
+from infer.serve.realtime.protocol import COSTLY, Denied, Event, ProtocolError, check_costly, first_mistake, read_json
 from infer.serve.rest.answers import begun, unbroken
 from infer.serve.server import Server, logged, response_of
 from infer.serve.telemetry import LOG
@@ -96,11 +95,11 @@ class Jobs:
         """ProtocolError where as many requests are answered as may be."""
         limits = self.server.settings.limits
         if self.server.draining:
-            raise server_error("this server ends; ask again later", "server_shutting_down", 503, retry=True)
+            raise ProtocolError("this server ends; ask again later", "server_shutting_down", status=503, retry=True)
         if self.server.requests.total() >= limits.sessions:
             most = limits.sessions
             message = f"{most} requests are under way, as many as this server takes at once; ask again"
-            raise server_error(message, "server_overloaded", 503, retry=True)
+            raise ProtocolError(message, "server_overloaded", status=503, retry=True)
         if self.server.requests[owner] >= limits.key_sessions:
             message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
             raise over_limit(message)
@@ -108,7 +107,7 @@ class Jobs:
 
 def over_limit(message: str) -> ProtocolError:
     """The error of a key that has as many requests as it may."""
-    return ProtocolError(message, "rate_limit_exceeded", error_type="rate_limit_exceeded", status=429, retry=True)
+    return ProtocolError(message, "rate_limit_exceeded", status=429, retry=True)
 
 
 class Job:
@@ -169,7 +168,9 @@ class Job:
         except asyncio.TimeoutError:
             raise ProtocolError(f"the body did not come within {BODY_SECONDS:g} s", "request_timeout", status=408) from None
         self._jobs.check_room(self.owner)
-        self._count(self.server.requests)
+        self._leave()
+        self._counted = self.server.requests
+        self._counted[self.owner] += 1
         return body
 
     async def _receive(self) -> Any:
@@ -190,16 +191,9 @@ class Job:
             problem = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or smaller sound"
             raise ProtocolError(problem, "too_large", status=413)
 
-    def _count(self, among: Counter[str]) -> None:
-        """Count it there from now on."""
-        self._leave()
-        self._counted = among
-        among[self.owner] += 1
-
     def _leave(self) -> None:
-        self._counted[self.owner] -= 1
-        if self._counted[self.owner] <= 0:
-            del self._counted[self.owner]
+        counted = self._counted
+        counted -= Counter((self.owner,))
 
     # --- its answer ---------------------------------------------------------------------------------------------------
 

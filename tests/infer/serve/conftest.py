@@ -134,9 +134,7 @@ def nothing_goes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def host(lm: SpeechLM) -> EngineHost:
-    made = EngineHost(lambda: LocalEngine(lm))
-    made.open()
-    return made
+    return EngineHost(lambda: LocalEngine(lm))
 
 
 @pytest.fixture(scope="session")

@@ -197,12 +197,12 @@ def test_sound_is_never_further_ahead_than_the_lead_and_text_keeps_with_it() -> 
     async def body() -> None:
         sent, told = [], list[tuple[str, float]]()
         outlet = SentOutlet(1000, sent.append)
-        pacer = Pacer(outlet, lambda text: told.append((text, outlet.sent)), 0.25)
+        pacer = Pacer(outlet, 0.25)
         for number in range(10):
             pacer.text(f"{number}", number * 0.1)
         pacer.sound(np.arange(1000, dtype=np.float32))
         pacer.close()
-        running, most = asyncio.create_task(pacer.run()), 0.0
+        running, most = asyncio.create_task(pacer.run(lambda text: told.append((text, outlet.sent)))), 0.0
         while not running.done():
             most = max(most, outlet.ahead())
             await asyncio.sleep(0.002)

@@ -141,7 +141,6 @@ def test_what_does_not_fit_into_the_context_is_the_clients_mistake(lm: SpeechLM,
         check_known(client.events)
 
     host = EngineHost(lambda: LocalEngine(lm))
-    host.open()
     answering = replace(settings.answering, context=200, use_instructions=True)
     with_client(body, host, replace(settings, answering=answering), MANUAL)
 

@@ -17,6 +17,7 @@ from infer.serve.realtime.protocol import ProtocolError
 from infer.serve.rest.jobs import Job
 from infer.serve.settings import ServeSettings
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
+from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.test_rest_jobs import CHAT, KEYS, QUESTION, app, connect, error_of, guarded, nothing_left, post, use
 
 __all__ = ["app", "guarded", "nothing_left"]
@@ -86,10 +87,9 @@ def test_a_websocket_elsewhere_is_told_where_to_connect(app: FastAPI, path: str,
 
 
 def test_a_lost_engine(settings: ServeSettings, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = EngineHost(lambda: host.engine)
-    own.open()
+    own = EngineHost(lambda: LocalEngine(host.engine))
     lost = create_app(own, settings)
-    own._engine = None
+    own.engine.alive = False
     for path, given in [(CHAT, QUESTION), ("/v1/audio/speech", {"input": "hello"})]:
         response = post(lost, path, given)
         assert error_of(response, 503)["code"] == "engine_lost" and "retry-after" in response.headers

@@ -280,7 +280,6 @@ def test_a_crash_of_the_engine_is_told_and_another_is_started(serve: Any, lm: An
         return made[-1]
 
     engine = EngineHost(start)
-    engine.open()
     place, _ = serve(engine=engine)
 
     async def body() -> None:

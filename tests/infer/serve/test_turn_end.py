@@ -73,7 +73,6 @@ def test_only_a_voice_that_the_head_knows_is_waited_for(eagerness: str) -> None:
 def host(request: pytest.FixtureRequest) -> Iterator[EngineHost]:
     """Its model finds the end of a turn in every frame, or in none."""
     host = EngineHost(lambda: LocalEngine(SpeechLM(turn_model(9.0, request.param), Tokenizer.bytes(), Codec2Codec())))
-    host.open()
     yield host
     host.close()
 

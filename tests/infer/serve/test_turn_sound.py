@@ -43,7 +43,6 @@ def chunked() -> SpeechLM:
 @pytest.fixture
 def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
     host = EngineHost(lambda: LocalEngine(chunked))
-    host.open()
 
     def run(body: Body, given: dict[str, Any] = MANUAL) -> list[Any]:
         async def whole(client: Client) -> list[Any]:
