@@ -23,15 +23,13 @@ from infer.serve.realtime.webrtc import PATH, Calls
 from infer.serve.realtime.websocket import serve_socket
 from infer.serve.rest.audio import speak, transcribe
 from infer.serve.rest.chat import complete
-from infer.serve.rest.jobs import Job, Jobs
+from infer.serve.rest.jobs import Job, add_job
 from infer.serve.server import REALTIME, Headers, Server, add_web, response_of
 from infer.serve.settings import ServeSettings
 from omni.errors import EngineLost
 
 THREADS = 64  # threads for what waits for the engine's process
 LARGEST = 256 * 1024  # bytes of a request: the server keeps its configuration for as long as the secret is valid
-
-OWNER = "omni"
 
 
 def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = ()) -> FastAPI:
@@ -75,13 +73,13 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
 
     add_web(app, server)
     add_models(app, server)
-    calls, jobs = Calls(server), Jobs(server)
-    jobs.add(app, PATH, calls.create)
+    calls = Calls(server)
+    add_job(app, server, PATH, calls.create)
     app.add_api_route(PATH + "/{call_id}/hangup", calls.hang_up, methods=["POST"], response_model=None)
-    jobs.add(app, "/v1/chat/completions", complete)
-    jobs.add(app, "/v1/audio/transcriptions", transcribe)
-    jobs.add(app, "/v1/audio/speech", speak)
-    jobs.add(app, "/v1/realtime/client_secrets", make_secret)
+    add_job(app, server, "/v1/chat/completions", complete)
+    add_job(app, server, "/v1/audio/transcriptions", transcribe)
+    add_job(app, server, "/v1/audio/speech", speak)
+    add_job(app, server, "/v1/realtime/client_secrets", make_secret)
 
     @app.exception_handler(HTTPException)
     @app.exception_handler(EngineLost)
@@ -124,7 +122,7 @@ async def make_secret(job: Job) -> Response:
 
 def add_models(app: FastAPI, server: Server) -> None:
     """Add the routes that tell of the model. Requests for answers may name any model; this one answers."""
-    shown: Event = {"id": server.voices.model, "object": "model", "created": int(time.time()), "owned_by": OWNER}
+    shown: Event = {"id": server.voices.model, "object": "model", "created": int(time.time()), "owned_by": "omni"}
 
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> Event:

@@ -15,40 +15,32 @@ EXPIRED, POLICY = 1000, 1008  # close codes of WebSockets: a regular end, and a 
 LOOK = 5.0  # seconds between two looks at a session's limits
 
 
-class TokenBucket:
-    """A token bucket that holds `most` and is refilled evenly within `seconds`."""
-
-    def __init__(self, most: float, seconds: float, unit: str, code: str = "rate_limit_exceeded") -> None:
-        self._most, self._rate, self._at, self._left = most, most / seconds, monotonic(), most
-        self._denied = 429, code, f"more than {most:,.0f} {unit}; wait"
-
-    def use(self, amount: float, denies: bool) -> None:
-        """Take an amount, or all that is left; with `denies`, Denied where that is not enough."""
-        now = monotonic()
-        self._left, self._at = min(self._left + (now - self._at) * self._rate, self._most), now
-        if denies and amount > self._left:
-            raise Denied(*self._denied)
-        self._left = max(self._left - amount, 0.0)
-
-
 class Quota:
-    """Counts frames, bytes, events and seconds of sound of one connection with its session, or of all of a `key`."""
+    """Counts frames, bytes, events and seconds of sound of one connection with its session, or of all of a `key`; what is
+    left of each is refilled evenly."""
 
     def __init__(self, limits: ServerLimits, key: bool = False) -> None:
         events, seconds = limits.key_events, limits.key_audio_seconds
         if not key:
             events, seconds = min(events, limits.session_events), min(seconds, limits.session_audio_seconds)
-        self._left = {
-            "frames": TokenBucket(limits.session_frames, 10, "frames within 10 s"),
-            "bytes": TokenBucket(limits.session_bytes, 60, "bytes within a minute"),
-            "events": TokenBucket(events, 60, "events and requests within a minute"),
-            "seconds": TokenBucket(seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
+        self._most: dict[str, tuple[float, float, str, str]] = {
+            "frames": (limits.session_frames, 10, "frames within 10 s", "rate_limit_exceeded"),
+            "bytes": (limits.session_bytes, 60, "bytes within a minute", "rate_limit_exceeded"),
+            "events": (events, 60, "events and requests within a minute", "rate_limit_exceeded"),
+            "seconds": (seconds, 3600, "seconds of sound within an hour", "insufficient_quota"),
         }
+        self._left = {name: (most, monotonic()) for name, (most, *_) in self._most.items()}
 
     def count(self, denies: bool = True, **amounts: float) -> None:
-        """Count amounts by name; with `denies`, Denied for more than the quota."""
+        """Count amounts by name, of each at most what is left; with `denies`, Denied where that is not enough."""
+        now = monotonic()
         for name, amount in amounts.items():
-            self._left[name].use(amount, denies)
+            most, period, unit, code = self._most[name]
+            left, at = self._left[name]
+            left = min(left + (now - at) * most / period, most)
+            if denies and amount > left:
+                raise Denied(429, code, f"more than {most:,.0f} {unit}; wait")
+            self._left[name] = max(left - amount, 0.0), now
 
 
 class Closed(NamedTuple):

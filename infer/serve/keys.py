@@ -71,17 +71,13 @@ class Keys:
 
     def __init__(self, keys: Iterable[str], limits: ServerLimits) -> None:
         self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}
-        self._limits = limits
+        self._limits, self.needed = limits, bool(self._keys)
         signing = sorted(self._keys) or [secrets.token_bytes(32)]
         self._signer = URLSafeSerializer(
             b"".join(signing), salt="client secret", signer_kwargs={"digest_method": hashlib.sha256}
         )
         self.usage = defaultdict[str, Quota](lambda: Quota(limits, key=True))
         self.sessions: Counter[str] = Counter()
-
-    @property
-    def needed(self) -> bool:
-        return bool(self._keys)
 
     def owner(self, key: str | None) -> tuple[str, Mapping[str, Any]]:
         """Name of the key's owner, and the configuration that a secret brings; Denied without a key that is known and valid."""
@@ -93,7 +89,7 @@ class Keys:
             if expires < time.time():
                 raise Denied(401, "invalid_api_key", "this client secret has expired; ask for another one")
             return owner, session
-        if not self._keys:
+        if not self.needed:
             return "anyone", {}
         if key is None:
             raise Denied(401, "missing_api_key", "this server needs a key: Authorization: Bearer KEY")

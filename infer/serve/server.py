@@ -68,6 +68,7 @@ class Server:
     vad: VoiceActivity = field(default_factory=VoiceActivity)
     sessions: dict[str, RealtimeSession] = field(default_factory=dict)  # the open Realtime sessions, by their ids
     requests: Counter[str] = field(default_factory=Counter)  # HTTP requests under way, by the owners of their keys
+    coming: Counter[str] = field(default_factory=Counter)  # those whose bodies are still coming
     kept: KeptAnswers = field(default_factory=KeptAnswers)  # spoken answers that later requests may refer to
     draining: bool = False  # no new session is taken
     idle: dict[Any, None] = field(default_factory=dict)  # connections without a request, the oldest first

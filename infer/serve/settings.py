@@ -42,25 +42,25 @@ class Answering:
     context: int | None = None  # positions of a conversation
     use_instructions: bool = False  # a session's instructions come before its first question as a system message
 
-    def keywords(self, seed: int | None = None, **sampling: float | None) -> dict[str, Any]:
+    def keywords(
+        self, speaks: bool, most: int | None = None, seed: int | None = None, **sampling: float | None
+    ) -> dict[str, Any]:
         """Keywords of `SpeechLM.session`: these settings, with what a client gives instead of the seed and of fields of
-        `sampling`.
+        `sampling`, and at most `most` tokens, unless the server's own limit of written answers is lower.
 
         Without a temperature, here or of the client, the likeliest ids are taken, whatever `top_p` is.
         """
-        own = {name: getattr(self, name) for name in SESSION_KEYWORDS}
         changed: Any = {name: value for name, value in sampling.items() if value is not None}
-        return {**own, "sampling": replace(self.sampling, **changed), "seed": self.seed if seed is None else seed}
+        options = {name: getattr(self, name) for name in SESSION_KEYWORDS}
+        options |= {"sampling": replace(self.sampling, **changed), "seed": self.seed if seed is None else seed}
+        if most is not None and (speaks or most < self.max_tokens):
+            del options["max_tokens"]
+            options["max_new_tokens"] = most
+        return options
 
 
 SESSION_KEYWORDS = tuple(f.name for f in fields(Answering) if f.name != "use_instructions")
-
-
-def limited(options: dict[str, Any], most: int | None, speaks: bool) -> dict[str, Any]:
-    """The options with at most that many tokens, unless the server's own limit of written answers is lower."""
-    if most is None or (not speaks and most >= options["max_tokens"]):
-        return options
-    return {**{name: value for name, value in options.items() if name != "max_tokens"}, "max_new_tokens": most}
+"""Names of the settings that are keywords of `SpeechLM.session`."""
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,6 @@ class Metrics:
         self.requests = Counter("omni_requests", "Requests besides Realtime", ["path", "status"], **named)
         self._engine = {name: Gauge(f"omni_engine_{name}", text, **named) for name, (text, _) in ENGINE.items()}
 
-    def answered(self, status: str, underruns: int) -> None:
-        """Count an answer that ended with a status, and its gaps as it was sent."""
-        self.answers.labels(status).inc()
-        self.sent_underruns.inc(underruns)
-
     def page(self, stats: Any, restarts: int) -> bytes:
         """All figures in Prometheus's text format; `stats` of the engine, None while there is none."""
         self.restarts.set(restarts)

@@ -142,7 +142,11 @@ def updated(now: Configuration, change: Event, started: bool) -> Configuration:
         configuration = Configuration.model_validate(changed)
     except ValidationError as error:
         raise ProtocolError(*first_mistake(error, changed, "session")) from None
-    _check_rates(configuration)
+    for name, part in (("input", configuration.audio.input), ("output", configuration.audio.output)):
+        rate, wanted = part.format.rate, part.format.samples_per_second
+        if rate not in (None, wanted):
+            param = f"session.audio.{name}.format.rate"
+            raise ProtocolError(f"{param} is {rate}; {part.format.type} has {wanted} here", param=param)
     return configuration
 
 
@@ -156,14 +160,6 @@ def overridden(now: Configuration, overrides: Event) -> Configuration:
     except ProtocolError as error:
         param = (error.param or "").replace("session", "response", 1)
         raise ProtocolError(str(error).replace("session.", "response."), error.code, param) from None
-
-
-def _check_rates(configuration: Configuration) -> None:
-    for name, part in (("input", configuration.audio.input), ("output", configuration.audio.output)):
-        wanted = part.format.samples_per_second
-        if part.format.rate not in (None, wanted):
-            param = f"session.audio.{name}.format.rate"
-            raise ProtocolError(f"{param} is {part.format.rate}; {part.format.type} has {wanted} here", param=param)
 
 
 def _without_unset(change: Event) -> Event:

@@ -19,7 +19,6 @@ from infer.pcm import PCM_RATE
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState
-from infer.serve.settings import limited
 from omni.errors import EngineLost, UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.messages import Message
@@ -113,7 +112,7 @@ def options_of(owner: SessionState, configuration: Configuration, speaks: bool) 
     """Keywords of the engine's session."""
     answering = owner.settings.answering
     most = None if configuration.max_output_tokens == "inf" else configuration.max_output_tokens
-    options = limited(answering.keywords(temperature=configuration.omni.temperature), most, speaks)
+    options = answering.keywords(speaks, most, temperature=configuration.omni.temperature)
     options["adapter"] = owner.voices.adapter(configuration.audio.output.voice)
     options["system"] = configuration.instructions if answering.use_instructions else ""
     return options

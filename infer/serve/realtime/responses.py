@@ -73,7 +73,7 @@ class Response:
         form = configuration.audio.output.format
         self._form = form.type
         self.outlet: Outlet = owner.transport.outlet(form.samples_per_second, self._emit_sound)
-        self.outlet.tell = self._tell_playback
+        self.outlet.tell = lambda state: owner.send({"type": f"output_audio_buffer.{state}", "response_id": self.id})
         self._pacer = Pacer(self.outlet, owner.settings.lead)
         self._events: AnswerStream | None = None
         self._stop_reason: StopReason | None = None
@@ -213,19 +213,12 @@ class Response:
             delta = base64.b64encode(encode(samples, self._form)).decode()
             owner.send({"type": "response.output_audio.delta", **self._where, "delta": delta})
 
-    def _tell_playback(self, state: str) -> None:
-        self._owner.send({"type": f"output_audio_buffer.{state}", "response_id": self.id})
-
     async def _finish(self, ended: Ended, error: Exception | None) -> None:
         """Settle the history and send the events of the end."""
         if error is None and ended.reason == "error":
             error = broken(ended.error, self.dialogue.engine)
         status, details = self._outcome(ended, error)
         self.status = status
-        unread = self._events is not None and self._events.running is None
-        cannot = isinstance(error, UserError) and as_protocol_error(error).code == "invalid_value"
-        if unread and cannot and self._question is not None:  # the model can never answer it
-            self._question.part.refused = True
         if self._events is not None and error is None:
             await self._settle()
         elif self.conversation:
@@ -392,7 +385,8 @@ class Responses:
                 self._beside.discard(response)
                 await response.dialogue.close()
         if response.conversation:
-            self._owner.metrics.answered(response.status, response.outlet.underruns)
+            self._owner.metrics.answers.labels(response.status).inc()
+            self._owner.metrics.sent_underruns.inc(response.outlet.underruns)
             self._owner.answered()
             if self._waits:
                 (endpointing,), self._waits = self._waits, ()

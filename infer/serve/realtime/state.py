@@ -212,11 +212,6 @@ class Items(list[ConversationItem]):
                 return item
         raise ProtocolError(f"there is no item {item_id[:80]!r} in the conversation", code, param)
 
-    def before(self, item: ConversationItem) -> str | None:
-        """Id of the item before it; None for the first."""
-        index = self.index(item)
-        return self[index - 1].id if index else None
-
     def add(self, item: ConversationItem, after: str | None = None) -> None:
         """Put an item at the end, or after that of an id (`root`: first). ProtocolError where its id is taken, there is no such
         item to follow, or there are too many."""
@@ -311,7 +306,8 @@ class SessionState:
 
     def tell_item(self, state: str, item: ConversationItem) -> None:
         """Say that an item was `added`, or is `done`."""
-        before = self.items.before(item)
+        index = self.items.index(item)
+        before = self.items[index - 1].id if index else None
         self.send({"type": f"conversation.item.{state}", "previous_item_id": before, "item": item.shown()})
 
     def add_spoken(self, item_id: str, sound: np.ndarray) -> ConversationItem:

@@ -53,19 +53,16 @@ class SocketTransport:
             return
         text = json.dumps(event, separators=(",", ":"))
         if self.unread + len(text) > self._most:
-            self._end(Closed(POLICY, "the client reads too slowly"))
+            self.end("the client reads too slowly", POLICY)
             return
         self.sent_at = time.monotonic()
         self.unread += len(text)
         self._waiting.append(text)
         self._changed.set()
 
-    def end(self, reason: str) -> None:
-        self._end(Closed(RESTART, reason))
-
-    def _end(self, closed: Closed) -> None:
+    def end(self, reason: str, code: int = RESTART) -> None:
         if not self.ending.done():
-            self.ending.set_result(closed)
+            self.ending.set_result(Closed(code, reason))
 
     async def run(self) -> None:
         """Sends until it is closing and all was sent, or the client has gone."""

@@ -61,7 +61,7 @@ async def speak(job: Job) -> Response:
     if not job.server.voices.speaks:
         raise ProtocolError("this model has no sound", "model_not_supported")
     rate: int = job.server.host.engine.sample_rate
-    options = job.server.settings.answering.keywords()
+    options = job.server.settings.answering.keywords(speaks=True)
     options["adapter"] = job.server.voices.adapter(body.voice)
     if body.form not in ("pcm", "wav"):
         _, sound, _ = await job.whole(body.input, "T1A1", **options)

@@ -18,7 +18,6 @@ from infer.serve.realtime.protocol import Event, ProtocolError, new_id
 from infer.serve.rest.answers import TokenCounts, deltas, encoded, resampled, token_counts
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, ChatMessage, MessageReader, in_decoder
-from infer.serve.settings import limited
 from omni.generate.options import Sampling
 from omni.generate.question import longest
 from omni.generate.results import Ended
@@ -111,14 +110,15 @@ class Completion:
     def asked(self) -> tuple[str | Tensor, str, dict[str, Any]]:
         """The question, its task and keywords of its session."""
         body, chat, server = self._body, self._chat, self._job.server
-        options = server.settings.answering.keywords(**body.model_dump(include=SAMPLING))
-        options = limited(options, body.max_completion_tokens or body.max_tokens, body.speaks)
+        most = body.max_completion_tokens or body.max_tokens
+        options = server.settings.answering.keywords(body.speaks, most, **body.model_dump(include=SAMPLING))
         options["stop"] = body.stop or None
         options["system"] = chat.system if server.settings.answering.use_instructions else ""
         if body.speaks and body.audio is not None:
             options["adapter"] = server.voices.adapter(body.audio.voice)
-        task = f"{'A' if chat.spoken else 'T'}1{'A' if body.speaks else 'T'}2"
-        return chat.question, task, {**options, "history": chat.history(), "overflow": "forget"}
+        task = f"{'A' if isinstance(chat.question, Tensor) else 'T'}1{'A' if body.speaks else 'T'}2"
+        history = [message for turn in chat.before for message in turn.history()] or None
+        return chat.question, task, {**options, "history": history, "overflow": "forget"}
 
     async def _settled(self, audio_id: str) -> tuple[Event, int]:
         """The usage of an answer that has ended, and when its sound expires, in seconds since 1970 (0 without sound)."""

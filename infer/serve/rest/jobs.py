@@ -46,68 +46,20 @@ FIELDS = 64  # most fields of a form, besides its file
 Handler = Callable[["Job"], Awaitable[Response]]
 
 
-class Jobs:
-    """The requests under way of one server; `coming` are those whose bodies are still coming, by the owners of their keys."""
+def add_job(app: FastAPI, server: Server, path: str, handle: Handler) -> None:
+    """Answer POST requests of a path."""
 
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.coming: Counter[str] = Counter()
-
-    def add(self, app: FastAPI, path: str, handle: Handler) -> None:
-        """Answer POST requests of a path."""
-
-        async def endpoint(request: Request) -> Response:
-            owner, secret = self.server.admit(request.headers, [])
-            since = time.monotonic()
-            response = await self._answer(Job(self, request, owner, secret), handle)
-            status = response.status_code
-            self.server.metrics.requests.labels(path, str(status)).inc()
-            seconds = round(time.monotonic() - since, 3)
-            LOG.info("request", extra={"fields": {"path": path, "status": status, "seconds": seconds, "owner": owner}})
-            return response
-
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
-
-    async def _answer(self, job: Job, handle: Handler) -> Response:
-        """The response; what `handle` raises is told in OpenAI's form, but `Denied`, which the application tells."""
-        response: Response | None = None
-        try:
-            self.check_room(job.owner)
-            most = self.server.settings.limits.key_sessions
-            if self.coming[job.owner] > most:
-                message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
-                raise over_limit(message)
-            announced = job.request.headers.get("content-length", "")
-            job.check_size(int(announced) if announced.isdigit() else 0)
-            response = await handle(job)
-        except Denied:
-            raise
-        except ClientDisconnect:
-            response = Response(status_code=GONE)
-        except Exception as error:
-            response = response_of(logged(error))
-        finally:
-            if not isinstance(response, StreamedResponse):
-                job.end()
+    async def endpoint(request: Request) -> Response:
+        owner, secret = server.admit(request.headers, [])
+        since = time.monotonic()
+        response = await Job(server, request, owner, secret).respond(handle)
+        status = response.status_code
+        server.metrics.requests.labels(path, str(status)).inc()
+        seconds = round(time.monotonic() - since, 3)
+        LOG.info("request", extra={"fields": {"path": path, "status": status, "seconds": seconds, "owner": owner}})
         return response
 
-    def check_room(self, owner: str) -> None:
-        """ProtocolError where as many requests are answered as may be."""
-        limits = self.server.settings.limits
-        if self.server.draining:
-            raise ProtocolError("this server ends; ask again later", "server_shutting_down", status=503, retry=True)
-        if self.server.requests.total() >= limits.sessions:
-            most = limits.sessions
-            message = f"{most} requests are under way, as many as this server takes at once; ask again"
-            raise ProtocolError(message, "server_overloaded", status=503, retry=True)
-        if self.server.requests[owner] >= limits.key_sessions:
-            message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
-            raise over_limit(message)
-
-
-def over_limit(message: str) -> ProtocolError:
-    """The error of a key that has as many requests as it may."""
-    return ProtocolError(message, "rate_limit_exceeded", status=429, retry=True)
+    app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
 
 
 class Job:
@@ -117,14 +69,49 @@ class Job:
         key: that it brought, "" for none; `secret`, the configuration of a client secret.
     """
 
-    def __init__(self, jobs: Jobs, request: Request, owner: str, secret: Mapping[str, Any]) -> None:
-        self.server, self.owner, self.secret = jobs.server, owner, secret
+    def __init__(self, server: Server, request: Request, owner: str, secret: Mapping[str, Any]) -> None:
+        self.server, self.owner, self.secret = server, owner, secret
         self.key = key_of(request.headers) or ""
         self.session: Any = None
-        self._jobs, self._over, self._counted = jobs, False, jobs.coming
+        self._over, self._counted = False, server.coming
         self.request = Request(request.scope, self._receive)
         self._came, self._bytes = request.receive, 0
         self._counted[owner] += 1
+
+    async def respond(self, handle: Handler) -> Response:
+        """The response; what `handle` raises is told in OpenAI's form, but `Denied`, which the application tells."""
+        response: Response | None = None
+        try:
+            self._check_room()
+            most = self.server.settings.limits.key_sessions
+            if self.server.coming[self.owner] > most:
+                message = f"the bodies of {most} requests of this key are coming, as many as it may have; send one to its end"
+                raise ProtocolError(message, "rate_limit_exceeded", status=429, retry=True)
+            announced = self.request.headers.get("content-length", "")
+            self._check_size(int(announced) if announced.isdigit() else 0)
+            response = await handle(self)
+        except Denied:
+            raise
+        except ClientDisconnect:
+            response = Response(status_code=GONE)
+        except Exception as error:
+            response = response_of(logged(error))
+        finally:
+            if not isinstance(response, StreamedResponse):
+                self.end()
+        return response
+
+    def _check_room(self) -> None:
+        """ProtocolError where as many requests are answered as may be."""
+        limits, server = self.server.settings.limits, self.server
+        if server.draining:
+            raise ProtocolError("this server ends; ask again later", "server_shutting_down", status=503, retry=True)
+        if server.requests.total() >= limits.sessions:
+            message = f"{limits.sessions} requests are under way, as many as this server takes at once; ask again"
+            raise ProtocolError(message, "server_overloaded", status=503, retry=True)
+        if server.requests[self.owner] >= limits.key_sessions:
+            message = f"{limits.key_sessions} requests of this key are under way, as many as it may have; wait for one"
+            raise ProtocolError(message, "rate_limit_exceeded", status=429, retry=True)
 
     # --- its body -----------------------------------------------------------------------------------------------------
 
@@ -167,24 +154,24 @@ class Job:
             body = await asyncio.wait_for(reading, BODY_SECONDS)
         except asyncio.TimeoutError:
             raise ProtocolError(f"the body did not come within {BODY_SECONDS:g} s", "request_timeout", status=408) from None
-        self._jobs.check_room(self.owner)
+        self._check_room()
         self._leave()
         self._counted = self.server.requests
         self._counted[self.owner] += 1
         return body
 
     async def _receive(self) -> Any:
-        if self._counted is not self._jobs.coming:
+        if self._counted is not self.server.coming:
             return await self._came()
         try:
             message = await asyncio.wait_for(self._came(), BODY_PAUSE)
         except asyncio.TimeoutError:
             raise ProtocolError(f"nothing of the body came for {BODY_PAUSE:g} s", "request_timeout", status=408) from None
         self._bytes += len(message.get("body", b""))
-        self.check_size(self._bytes)
+        self._check_size(self._bytes)
         return message
 
-    def check_size(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         """ProtocolError for a body of more bytes than one may have."""
         most = self.server.settings.limits.body_bytes
         if size > most:

@@ -41,10 +41,6 @@ class ChatTurn:
     question: str | Tensor
     answer: Message | str | None = None
 
-    @property
-    def spoken(self) -> bool:
-        return isinstance(self.question, Tensor)
-
     def history(self) -> list[Any]:
         """The turn for a session's history; a question without an answer was interrupted before any of it was heard.
 
@@ -53,7 +49,7 @@ class ChatTurn:
         answer: Any = {"role": "assistant", "content": self.answer}
         if not isinstance(self.answer, str):
             message = self.answer or Message("assistant", "", cut=True)
-            answer = replace(message, task="A1A2" if self.spoken else "T1A2")
+            answer = replace(message, task="A1A2" if isinstance(self.question, Tensor) else "T1A2")
         return [{"role": "user", "content": self.question}, answer]
 
 
@@ -65,13 +61,6 @@ class Chat:
     question: str | Tensor
     system: str
     seconds: float
-
-    @property
-    def spoken(self) -> bool:
-        return isinstance(self.question, Tensor)
-
-    def history(self) -> list[Any] | None:
-        return [message for turn in self.before for message in turn.history()] or None
 
 
 class AudioData(BaseModel):
@@ -88,14 +77,16 @@ class Part(BaseModel):
     input_audio: AudioData = AudioData()
 
 
-def as_parts(content: Any) -> Any:
-    """A text as a list of parts, which other content is."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+Content = Annotated[
+    list[Part],
+    Field(min_length=1),
+    BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
+]
 
 
 class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[list[Part], Field(min_length=1), BeforeValidator(as_parts)] | None = None
+    content: Content | None = None
     audio: AnswerId | None = None
 
 
@@ -136,16 +127,14 @@ class MessageReader:
             self._mixed = f"{param}.content" if len({isinstance(content, str) for content in contents}) > 1 else ""
             self._turns += [ChatTurn(content) for content in contents]
             return
-        answer = None if message.audio is None else self._kept(message.audio.id, f"{param}.audio.id")
+        answer: Message | str | None = None
+        if message.audio is not None and (answer := self._find(message.audio.id)) is None:
+            problem = f"audio not found: {message.audio.id[:80]!r} is unknown, or expired"
+            raise ProtocolError(problem, "audio_not_found", f"{param}.audio.id")
         if answer is None and message.content is not None:
             answer = "".join(self._contents(message, param))
         if answer is not None and self._turns and self._turns[-1].answer is None:
             self._turns[-1] = replace(self._turns[-1], answer=answer)
-
-    def _kept(self, answer_id: str, param: str) -> Message | str | None:
-        if (answer := self._find(answer_id)) is None:
-            raise ProtocolError(f"audio not found: {answer_id[:80]!r} is unknown, or expired", "audio_not_found", param)
-        return answer
 
     def _contents(self, message: ChatMessage, param: str) -> list[Any]:
         """Texts and sounds of a message, in their order; texts that follow each other are one, and blank ones are left out."""
