@@ -13,7 +13,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -21,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from infer.serve.keys import read_keys
 from omni.errors import UserError, closest
 from tests.realtime.answer_points import ANSWERS, ASKING, WIRE
 from tests.realtime.client import address_of, read_question
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         points = chosen(args.only)
         kit = Kit(
             address_of(args.url, args.model),
-            args.key if args.key_file is None else read_key(args.key_file),
+            args.key if args.key_file is None else read_keys(args.key_file)[0],
             None if args.sound is None else read_question(args.sound),
             args.timeout,
             None if args.certificate is None else trusting(args.certificate),
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("url", help="address of the server, such as ws://127.0.0.1:8000/v1")
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument("--key", help="key to connect with")
-    keys.add_argument("--key_file", help="file with the key instead, in its first line")
+    keys.add_argument("--key_file", help="file with the key instead, one a line, the first counts")
     parser.add_argument("--certificate", help="certificate of a wss server to trust, where it is no public one (PEM)")
     parser.add_argument("--sound", help="sound file with a spoken question")
     parser.add_argument("--only", help="names of points to look at, with commas between them")
@@ -86,19 +86,6 @@ def chosen(only: str | None) -> list[Point]:
         if name not in POINTS:
             raise UserError(f"--only {only!r}: there is no point {name!r}; {closest(name, POINTS)}")
     return [point for name, point in POINTS.items() if name in names]
-
-
-def read_key(path: str) -> str:
-    """The first key of a file, which has one a line; UserError where there is none."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise UserError(f"--key_file {path!r} cannot be read: {reason}") from error
-    for line in lines:
-        if line.strip() and not line.startswith("#"):
-            return line.strip()
-    raise UserError(f"--key_file {path!r} has no key; write one into it")
 
 
 async def examined(kit: Kit, points: list[Point]) -> list[CheckedPoint]:

@@ -160,32 +160,24 @@ class Kit:
 
     async def written(self) -> ManualTurn:
         """A written question and its answer, played once."""
-        return await self._once("written", self._play_written)
+        return await self._once("written", lambda client: client.write(SHORT))
 
     async def spoken(self) -> ManualTurn:
         """A spoken question and its answer, played once."""
-        return await self._once("spoken", self._play_spoken)
+        return await self._once("spoken", lambda client: say(client, self.sound.tobytes()))
 
-    async def _once(self, name: str, play: Callable[[], Awaitable[ManualTurn]]) -> ManualTurn:
+    async def _once(self, name: str, ask: Callable[[RealtimeClient], Awaitable[ServerEvent]]) -> ManualTurn:
         if name not in self._turns:
             try:
-                self._turns[name] = await play()
+                async with self.session() as client:
+                    asked = await ask(client)
+                    self._turns[name] = ManualTurn(client.came, asked, await client.respond())
             except PointFailed as failed:
                 self._turns[name] = failed
         found = self._turns[name]
         if isinstance(found, PointFailed):
             raise PointFailed(str(found), found.event)
         return found
-
-    async def _play_written(self) -> ManualTurn:
-        async with self.session() as client:
-            asked = await client.write(SHORT)
-            return ManualTurn(client.came, asked, await client.respond())
-
-    async def _play_spoken(self) -> ManualTurn:
-        async with self.session() as client:
-            asked = await say(client, self.sound.tobytes())
-            return ManualTurn(client.came, asked, await client.respond())
 
     # --- the examination ----------------------------------------------------------------------------------------------
 

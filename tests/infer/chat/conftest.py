@@ -44,11 +44,12 @@ def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
     def call(script: Script | None, *words: object, sound: FakeSound | None = None) -> Talked:
         fake = sound or FakeSound(script)
         talked = Talked(Done(0, b"", ""), fake)
-        add = RealtimeSession.add_spoken
+        add = RealtimeSession.add_item
 
-        def recorded(self: RealtimeSession, item_id: str, samples: np.ndarray) -> ConversationItem:
-            talked.asked.append(samples)
-            return add(self, item_id, samples)
+        def recorded(self: RealtimeSession, item: ConversationItem, *after: Any) -> None:
+            if item.content and item.content[0].sound is not None:
+                talked.asked.append(item.content[0].sound)
+            add(self, item, *after)
 
         def send(self: LocalConnection, event: dict[str, Any]) -> None:
             if event["type"] == "conversation.item.truncate":
@@ -61,7 +62,7 @@ def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
             patch.setattr("infer.chat.connection.VoiceActivity", LevelVad)
             patch.setattr("infer.chat.connection.DeliveringTransport.outlet", lambda _, *of: SentOutlet(*of, lambda: fake.now))
             patch.setattr(LocalConnection, "send", send)
-            patch.setattr(RealtimeSession, "add_spoken", recorded)
+            patch.setattr(RealtimeSession, "add_item", recorded)
             talked.done = run("chat", *words)
         return talked
 

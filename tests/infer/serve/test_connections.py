@@ -115,33 +115,6 @@ def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve
 # --- frames below messages --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("begin", "repeated"),
-    [
-        (b"", frame(PING)),
-        (frame(TEXT, b"a", final=False), frame(CONTINUED, final=False)),
-        (frame(TEXT, b"a", final=False), frame(CONTINUED, b"a", final=False)),
-        (b"", frame(10)),
-    ],
-    ids=["pings", "empty continuations", "short continuations", "pongs"],
-)
-def test_frames_without_messages_end_their_own_socket(serve: Any, begin: bytes, repeated: bytes) -> None:
-    place, server = serve(session_frames=2000)
-
-    async def body() -> None:
-        async with opened(place) as other:
-            sock = upgraded(place)
-            sock.sendall(begin + repeated * 3000)
-            came = await asyncio.to_thread(rest_of, sock)
-            assert b"rate_limit_exceeded" in came and (1008).to_bytes(2, "big") + b"more than" in came
-            await send(other, "input_audio_buffer.clear")
-            await event(other, "input_audio_buffer.cleared")
-            assert len(server.sessions) == 1
-
-    asyncio.run(body())
-
-
 def test_messages_are_read_as_fast_as_they_are_handled_and_none_is_lost(serve: Any) -> None:
     place, _ = serve()
     with upgraded(place) as sock:
@@ -211,23 +184,3 @@ def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monk
     asyncio.run(body())
     found = httpx.post(f"http://{place}/v1/chat/completions", content=given)
     assert found.status_code == 413 and found.json()["error"]["code"] == "too_large"
-
-
-# --- the server's end -------------------------------------------------------------------------------------------------
-
-
-def test_the_servers_end_asks_clients_to_connect_again(serve: Any) -> None:
-    place, server = serve()
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            await ws.recv()
-            for session in list(server.sessions.values()):
-                session.transport.end("the server ends")
-            server.draining = True
-            async with opened(place) as new:
-                events, code = await closed(new)
-                assert events[0]["error"]["code"] == "server_shutting_down" and code == 1013
-            assert (await closed(ws))[1] == 1012
-
-    asyncio.run(body())

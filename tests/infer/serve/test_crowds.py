@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import io
 import json
@@ -24,7 +23,6 @@ import psutil
 import pytest
 import soundfile
 
-from tests.infer.serve.conftest import MANUAL
 from tests.infer.serve.test_connections import CONTINUED, PING, TEXT, dial, frame, rest_of, upgraded
 from tests.infer.serve.test_proxy import ROOT, answers, free_port
 from tests.infer.serve.test_server import event, opened
@@ -53,29 +51,6 @@ def start(folder: Any) -> Iterator[Callable[..., tuple[str, psutil.Process]]]:
     for process in running:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-@pytest.mark.parametrize(("people", "ms", "seconds"), [(48, 20, 60), (64, 20, 600), (64, 10, 60)])
-def test_nobody_is_closed_who_speaks(start: Any, people: int, ms: int, seconds: int) -> None:
-    place, _ = start()
-    silence = base64.b64encode(bytes(48 * ms)).decode()
-    append = json.dumps({"type": "input_audio_buffer.append", "audio": silence})
-
-    async def speak() -> None:
-        async with opened(place, ping_interval=None) as ws:  # where others use the cores, a client may have to wait
-            await ws.send(json.dumps({"type": "session.update", "session": MANUAL}))
-            began = time.monotonic()
-            for number in range(seconds * 1000 // ms):
-                await asyncio.sleep(max(began + number * ms / 1000 - time.monotonic(), 0))
-                await ws.send(append)
-                if number % (10_000 // ms) == 0:
-                    await ws.send(json.dumps({"type": "input_audio_buffer.clear"}))
-                    await event(ws, "input_audio_buffer.cleared", 120)
-
-    async def body() -> None:
-        await asyncio.gather(*(speak() for _ in range(people)))
-
-    asyncio.run(body())
 
 
 def flood(place: str, begin: bytes, repeated: bytes, reads: bool) -> None:

@@ -96,11 +96,7 @@ def fuzz(talk: Any, count: int, seed: int) -> None:
         if client.session.responses.active is not None:
             await client.send("response.cancel")
         await client.send("session.update", session={**MANUAL, "output_modalities": ["text"], "max_output_tokens": "inf"})
-        done = await client.ask(
-            "still there?",
-            conversation="none",
-            input=[written("still there?")],
-        )
+        done = await client.ask("still there?", conversation="none", input=[written("still there?")])
         assert done["status"] in ("completed", "incomplete"), done
 
     talk(body)

@@ -92,16 +92,6 @@ def test_a_call_that_never_connects_is_dropped(calls: Any, monkeypatch: pytest.M
     calls(body)
 
 
-def test_a_client_that_goes_away(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
-        await caller.call(MANUAL)
-        await caller.until("output_audio_buffer.started", await caller.ask())
-        await caller.pc.close()
-        await no_session(server)
-
-    calls(body, seconds=3.0)
-
-
 def test_a_client_that_does_not_read(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(server: Server, caller: Caller) -> None:
         await caller.call(MANUAL)
