@@ -100,7 +100,7 @@ class Server:
         self.keys.enter(owner)
         self.sessions[session.id] = session
         self.metrics.sessions.labels(carrier).inc()
-        session.log.info("session began", fields={"transport": carrier, "owner": owner})
+        LOG.info("session began", extra={"fields": {"session": session.id, "transport": carrier, "owner": owner}})
         return session
 
     def end(self, carrier: str, owner: str, session: RealtimeSession, reason: str) -> None:
@@ -108,7 +108,7 @@ class Server:
         self.keys.sessions -= Counter((owner,))
         del self.sessions[session.id]
         self.metrics.sessions.labels(carrier).dec()
-        session.log.info("session ended", fields={"reason": reason})
+        LOG.info("session ended", extra={"fields": {"session": session.id, "reason": reason}})
 
     def lost(self) -> None:
         """Tell every session that the engine was lost."""

@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import MutableMapping
 from operator import attrgetter
 from typing import Any
 
@@ -46,18 +45,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line)
-
-
-class SessionLog(logging.LoggerAdapter[logging.Logger]):
-    """The log of one session."""
-
-    def __init__(self, session: str) -> None:
-        super().__init__(LOG, {})
-        self._session = session
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        fields = {"session": self._session, **kwargs.pop("fields", {})}
-        return msg, {**kwargs, "extra": {"fields": fields}}
 
 
 def quieted(record: logging.LogRecord) -> bool:

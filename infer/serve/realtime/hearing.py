@@ -15,7 +15,7 @@ from infer.pcm import G711_RATE, PCM_RATE, Resampler, decode, to_int16
 from infer.serve.realtime.dialogue import closed, opened
 from infer.serve.realtime.protocol import LONGEST_APPEND, Event, ProtocolError, as_protocol_error, broken, new_id
 from infer.serve.realtime.responses import Responses
-from infer.serve.realtime.state import ConversationItem, SessionState, check_length
+from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState, check_length
 from infer.turns.detector import SemanticVad, TurnDetector, TurnEvent
 from infer.turns.vad import SpeechStream
 from omni.errors import UserError
@@ -71,30 +71,25 @@ class InputBuffer:
             data = to_int16(self._rate.push(decode(data, form))).tobytes()
         count = len(self._data) // 2
         self._data += data
-        return self._samples(count, len(self._data) // 2)
+        return self.part(self.start, count, self.end)
 
     def add(self, samples: np.ndarray) -> np.ndarray:
         """Take samples [S] at 24 kHz, int16, for which the oldest make room."""
-        self._drop(len(self._data) // 2 + len(samples) - int(self.most * PCM_RATE))
+        self.forget(self.end + len(samples) / PCM_RATE - self.most)
         self._data += samples.tobytes()
         return samples
 
     def forget(self, before: float) -> None:
         """Drop what came before a second of the input."""
-        self._drop(round(before * PCM_RATE) - self._gone)
-
-    def _drop(self, count: int) -> None:
-        count = min(max(count, 0), len(self._data) // 2)
+        count = min(max(round(before * PCM_RATE) - self._gone, 0), len(self._data) // 2)
         del self._data[: 2 * count]
         self._gone += count
-
-    def _samples(self, begin: int, end: int) -> np.ndarray:
-        return np.frombuffer(self._data[2 * begin : 2 * max(begin, end)], "<i2")
 
     def part(self, first: float, skip: int, last: float) -> np.ndarray:
         """The samples [S], int16, between two seconds of the input, without the first `skip` that are there."""
         begin = skip + max(round(first * PCM_RATE) - self._gone, 0)
-        return self._samples(begin, min(round(last * PCM_RATE) - self._gone, len(self._data) // 2))
+        end = min(round(last * PCM_RATE) - self._gone, len(self._data) // 2)
+        return np.frombuffer(self._data[2 * begin : 2 * max(begin, end)], "<i2")
 
     def take(self, first: float = 0.0, last: float = math.inf) -> np.ndarray:
         """The samples [S], int16, between two seconds of the input; the buffer keeps what came after them."""
@@ -431,13 +426,17 @@ class SessionInput:
         self._add(item or new_id("item"), sound, unheard or int(sound.max()) - int(sound.min()) <= FAINT)
 
     def _add(self, item_id: str, sound: np.ndarray, silent: bool = False) -> None:
+        """Make an item of committed sound [S], and have it written down where the client asks for that."""
         if silent:
             self._drop()
         self._transcripts.stop()
         turn, self._turn, self._item = self._turn, None, ""
         owner = self._owner
-        item = owner.add_spoken(item_id, sound)
-        item.content[0].turn, item.content[0].silent = turn, silent
+        item = ConversationItem("message", "user", id=item_id)
+        item.content.append(ContentPart("input_audio", None, sound, silent=silent, turn=turn))
+        last = owner.items[-1].id if owner.items else None
+        owner.send({"type": "input_audio_buffer.committed", "previous_item_id": last, "item_id": item_id})
+        owner.add_item(item)
         if owner.configuration.audio.input.transcription is not None or owner.configuration.type == "transcription":
             owner.spawn(self._transcripts.write(item))
 

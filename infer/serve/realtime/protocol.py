@@ -44,7 +44,6 @@ class ProtocolError(Exception):
     Attributes:
         code: for programs; clients compare some of them.
         param: the field that is wrong, as `session.audio.input`.
-        event_id: the client's event, of a message that could not be read.
         status: of HTTP, 500 and above where it is no mistake of the client.
         retry: whether the same request may succeed later.
         error_type: by the status: `invalid_request_error`, `rate_limit_exceeded` or `server_error`.
@@ -55,20 +54,18 @@ class ProtocolError(Exception):
         message: str,
         code: str = "invalid_value",
         param: str | None = None,
-        event_id: str | None = None,
         status: int = 400,
         retry: bool = False,
     ) -> None:
         super().__init__(message)
-        self.code, self.param, self.event_id, self.status, self.retry = code, param, event_id, status, retry
+        self.code, self.param, self.status, self.retry = code, param, status, retry
         self.error_type = "server_error" if status >= 500 else "invalid_request_error"
         if status == 429:
             self.error_type = "rate_limit_exceeded"
 
     def event(self, event_id: str | None = None) -> Event:
         """The `error` event; `event_id` is the client's."""
-        named = self.event_id or event_id
-        error = {"type": self.error_type, "code": self.code, "message": str(self), "param": self.param, "event_id": named}
+        error = {"type": self.error_type, "code": self.code, "message": str(self), "param": self.param, "event_id": event_id}
         return {"type": "error", "error": filled(error)}
 
     @property
@@ -172,23 +169,24 @@ _READER: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(dis
 TYPES = tuple(name for model in get_args(ClientEvent) for name in get_args(model.model_fields["type"].annotation))
 
 
-def read_event(text: str | bytes) -> tuple[ClientEvent, str | None]:
-    """Read one message of a client: its event, and the id that the client gave it; ProtocolError for no JSON, no object, an
-    unknown type, or a field of the wrong type."""
+def read_message(text: str | bytes) -> Event:
+    """The JSON object of a client's message; ProtocolError where it is none."""
     check_costly(text)
     message = read_json(text, "the message")
     if not isinstance(message, dict):
         raise ProtocolError(f"the message is a JSON {type(message).__name__}; send an object", "invalid_json")
-    event_id = message.get("event_id")
-    event_id = event_id if isinstance(event_id, str) and len(event_id) <= 512 else None
+    return message
+
+
+def read_event(message: Event) -> ClientEvent:
+    """The event that a client's message is; ProtocolError for an unknown type, or a field of the wrong type."""
     if message.get("type") not in TYPES:
         shown = SHORT.repr(message.get("type"))[:80]
-        problem = f"event type {shown} is unknown; use one of {', '.join(TYPES)}"
-        raise ProtocolError(problem, "invalid_event_type", "type", event_id=event_id)
+        raise ProtocolError(f"event type {shown} is unknown; use one of {', '.join(TYPES)}", "invalid_event_type", "type")
     try:
-        return _READER.validate_python(message), event_id
+        return _READER.validate_python(message)
     except ValidationError as error:
-        raise ProtocolError(*first_mistake(error, message), event_id=event_id) from None
+        raise ProtocolError(*first_mistake(error, message)) from None
 
 
 def check_costly(text: Any, left: int = COSTLY) -> int:

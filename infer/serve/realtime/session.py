@@ -47,12 +47,14 @@ class RealtimeSession(SessionState):
         """Do what a message of the client says; what is wrong with it is told as an `error` event."""
         event_id = None
         try:
-            event, event_id = protocol.read_event(text)
-            await self._act(event)
+            message = protocol.read_message(text)
+            event_id = message.get("event_id")
+            await self._act(protocol.read_event(message))
         except Exception as error:
             if not isinstance(error, (ProtocolError, UserError)):
                 self.log.exception("an event failed")
-            self.send(as_protocol_error(error).event(event_id))
+            known = isinstance(event_id, str) and len(event_id) <= 512
+            self.send(as_protocol_error(error).event(event_id if known else None))
 
     async def _act(self, event: protocol.ClientEvent) -> None:
         match event:

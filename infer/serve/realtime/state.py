@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 import math
 import re
 from collections.abc import Callable, Coroutine
@@ -24,7 +25,7 @@ from infer.serve.realtime.configuration import LONGEST_TEXT, Configuration, Soun
 from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, Id, ProtocolError, filled, first_mistake, new_id
 from infer.serve.settings import ServeSettings
-from infer.serve.telemetry import Metrics, SessionLog
+from infer.serve.telemetry import LOG, Metrics
 from infer.turns.vad import VoiceActivity
 from omni.generate.messages import Message
 from omni.generate.question import longest
@@ -285,7 +286,7 @@ class SessionState:
         self.longest = longest(config)
         positions = config.decoder.context * config.projector.stack
         self.items = Items(kept=positions / config.encoder.frames_per_second)  # older sound is never given to the model again
-        self.log = SessionLog(self.id)
+        self.log = logging.LoggerAdapter(LOG, {"fields": {"session": self.id}})
         self._sent = 0
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -309,14 +310,6 @@ class SessionState:
         index = self.items.index(item)
         before = self.items[index - 1].id if index else None
         self.send({"type": f"conversation.item.{state}", "previous_item_id": before, "item": item.shown()})
-
-    def add_spoken(self, item_id: str, sound: np.ndarray) -> ConversationItem:
-        """A user's item of committed sound [S] at 24 kHz, with its events."""
-        item = ConversationItem("message", "user", id=item_id, content=[ContentPart("input_audio", None, sound)])
-        last = self.items[-1].id if self.items else None
-        self.send({"type": "input_audio_buffer.committed", "previous_item_id": last, "item_id": item.id})
-        self.add_item(item)
-        return item
 
     def answered(self) -> None:
         """A response of the conversation has ended."""

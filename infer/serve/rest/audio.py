@@ -108,7 +108,11 @@ class TranscriptionRequest(BaseModel):
 async def transcribe(job: Job) -> Response:
     """Answers a request."""
     async with job.form() as form:
-        body, data = read_fields(form), await _uploaded(form)
+        body, file = read_fields(form), form.get("file")
+        if not isinstance(file, UploadFile):
+            problem = "file is missing; send the sound as a file of multipart/form-data"
+            raise ProtocolError(problem, "missing_required_parameter", "file")
+        data = await file.read()
     limit = longest(job.server.host.engine.config)
     clip = await in_decoder(decoded, data, limit, "file")
     seconds = len(clip) / SAMPLE_RATE
@@ -140,15 +144,6 @@ def read_fields(form: FormData) -> TranscriptionRequest:
             message = f"{name} asks for times, speakers or log probabilities, which this model does not know; leave it out"
             raise ProtocolError(message, "unsupported_value", name)
     return validated(TranscriptionRequest, fields)
-
-
-async def _uploaded(form: FormData) -> bytes:
-    file = form.get("file")
-    if not isinstance(file, UploadFile):
-        raise ProtocolError(
-            "file is missing; send the sound as a file of multipart/form-data", "missing_required_parameter", "file"
-        )
-    return await file.read()
 
 
 async def _has_speech(job: Job, clip: Tensor) -> bool:

@@ -106,6 +106,7 @@ class Completion:
         self._job, self._body, self._chat = job, body, chat
         self._id, self._created = new_id("chatcmpl"), int(time.time())
         self._rate: int = job.server.host.engine.sample_rate
+        self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
 
     def asked(self) -> tuple[str | Tensor, str, dict[str, Any]]:
         """The question, its task and keywords of its session."""
@@ -160,11 +161,6 @@ class Completion:
         yield self._chunk({}, finish)
         if self._with_usage:
             yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
-
-    @property
-    def _with_usage(self) -> bool:
-        options = self._body.stream_options
-        return options is not None and bool(options.include_usage)
 
     def _head(self, object_type: str) -> Event:
         return {"id": self._id, "object": object_type, "created": self._created, "model": self._job.server.voices.model}
