@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import Voices
-from infer.serve.realtime.playback import SentOutlet
+from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
@@ -59,7 +59,7 @@ class LoadedModel:
 class DeliveringTransport:
     """Delivers a session's events at once."""
 
-    sound_in_events, unread, outlet = True, 0, SentOutlet
+    sound_in_events, unread, outlet = True, 0, Outlet
 
     def __init__(self, deliver: Deliver) -> None:
         self.put, self.sent_at = deliver, time.monotonic()

@@ -110,7 +110,7 @@ class SecretRequest(BaseModel):
 async def make_secret(job: Job) -> Response:
     """Answers a request; Denied where a client secret asks for another one, which would prolong it."""
     if job.key.startswith(SECRET):
-        raise Denied(403, "insufficient_permissions", "a client secret makes no secrets; use the key")
+        raise Denied("a client secret makes no secrets; use the key", "insufficient_permissions", status=403)
     body = await job.read(SecretRequest, most=LARGEST)
     requested, server = body.session or {}, job.server
     configuration = updated(Configuration(), requested, started=False)

@@ -39,7 +39,7 @@ class Quota:
             left, at = self._left[name]
             left = min(left + (now - at) * most / period, most)
             if denies and amount > left:
-                raise Denied(429, code, f"more than {most:,.0f} {unit}; wait")
+                raise Denied(f"more than {most:,.0f} {unit}; wait", code, status=429)
             self._left[name] = max(left - amount, 0.0), now
 
 

@@ -85,33 +85,34 @@ class Keys:
             try:
                 owner, expires, session = self._signer.loads(key.removeprefix(SECRET))
             except (BadData, ValueError):
-                raise Denied(401, "invalid_api_key", "this client secret is not known here") from None
+                raise Denied("this client secret is not known here", "invalid_api_key", status=401) from None
             if expires < time.time():
-                raise Denied(401, "invalid_api_key", "this client secret has expired; ask for another one")
+                raise Denied("this client secret has expired; ask for another one", "invalid_api_key", status=401)
             return owner, session
         if not self.needed:
             return "anyone", {}
         if key is None:
-            raise Denied(401, "missing_api_key", "this server needs a key: Authorization: Bearer KEY")
+            raise Denied("this server needs a key: Authorization: Bearer KEY", "missing_api_key", status=401)
         digest = _digest(key)
         for known, name in self._keys.items():
             if hmac.compare_digest(known, digest):
                 return name, {}
-        raise Denied(401, "invalid_api_key", "this key is not known here")
+        raise Denied("this key is not known here", "invalid_api_key", status=401)
 
     def make_secret(self, owner: str, session: Mapping[str, Any], seconds: int) -> tuple[str, int]:
         """A client secret, and when it expires, by `time.time`; Denied where the configuration in it is too long."""
         expires = int(time.time()) + seconds
         value = SECRET + str(self._signer.dumps([owner, expires, dict(session)]))
         if len(value) > LONGEST_TOKEN:
-            raise Denied(400, "session_too_long", "the session is too long for a client secret; set the rest by session.update")
+            problem = "the session is too long for a client secret; set the rest by session.update"
+            raise Denied(problem, "session_too_long", status=400)
         return value, expires
 
     def enter(self, owner: str) -> None:
         """Count a session; Denied where the owner has too many, or has no sound left."""
         if self.sessions[owner] >= self._limits.key_sessions:
-            most = self._limits.key_sessions
-            raise Denied(429, "session_limit_reached", f"this key has {most} sessions open, as many as it may; close one")
+            problem = f"this key has {self._limits.key_sessions} sessions open, as many as it may; close one"
+            raise Denied(problem, "session_limit_reached", status=429)
         self.usage[owner].count(seconds=1)
         self.sessions[owner] += 1
 
@@ -135,11 +136,10 @@ def check_origin(headers: Mapping[str, str], allowed: Sequence[str], open_access
     """Refuse pages of other sites, and, where nobody needs a key, names that were bent to this machine (DNS rebinding)."""
     host = headers.get("host", "")
     if open_access and not is_local(host):
-        raise Denied(403, "invalid_host", "without keys this server answers to localhost alone")
+        raise Denied("without keys this server answers to localhost alone", "invalid_host", status=403)
     origin = headers.get("origin")
     if origin is None or origin in allowed:
         return
     if origin.partition("://")[2] != host:
-        raise Denied(
-            403, "invalid_origin", "pages of other origins may not connect; the server's --origins names those that may"
-        )
+        problem = "pages of other origins may not connect; the server's --origins names those that may"
+        raise Denied(problem, "invalid_origin", status=403)

@@ -88,11 +88,11 @@ class Server:
     def begin(self, carrier: str, owner: str, transport: Transport, changes: Mapping[str, Any], omni: bool) -> RealtimeSession:
         """A new session of a key's owner; Denied where none is taken, ProtocolError where it cannot have this configuration."""
         if self.draining:
-            raise Denied(503, "server_shutting_down", "this server ends; connect again")
+            raise Denied("this server ends; connect again", "server_shutting_down", status=503)
         if not self.host.alive:
-            raise Denied(503, "engine_lost", LOST)
+            raise Denied(LOST, "engine_lost", status=503)
         if len(self.sessions) >= self.settings.limits.sessions:
-            raise Denied(429, "session_limit_reached", "this server has as many sessions as it takes; try again")
+            raise Denied("this server has as many sessions as it takes; try again", "session_limit_reached", status=429)
         configuration = updated(Configuration(), dict(changes), started=False)
         session = RealtimeSession(
             self.host, self.settings, self.voices, self.vad, self.metrics, transport, configuration, wants_omni=omni

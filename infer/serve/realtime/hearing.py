@@ -175,7 +175,6 @@ class Transcripts:
         self._owner, self._responses = owner, responses
         self._lock = asyncio.Lock()
         self._session: Any = None
-        self._engine: Any = None
         self._task: asyncio.Task[None] | None = None
         self._due = self._asked = 0.0
         self._sent_text = ""
@@ -234,10 +233,9 @@ class Transcripts:
         try:
             if not await asyncio.to_thread(self._owner.host.spare) or (asked := question()) is None:
                 return
-            engine = self._owner.host.engine
-            if self._session is None or self._engine is not engine:
+            if self._session is None:
                 context = self._owner.settings.answering.context
-                self._session, self._engine = await opened(engine, max_tokens=TRANSCRIPT_TOKENS, context=context), engine
+                self._session = await opened(self._owner.host.engine, max_tokens=TRANSCRIPT_TOKENS, context=context)
             session = self._session
             text = await self._partial(session, asked, round(CHARACTERS * (seconds + 1)))
             if text and text != self._sent_text:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
@@ -29,8 +28,8 @@ def _to_nobody(said: object) -> None:
     """Replaces the callbacks of an answer that has ended."""
 
 
-class Outlet(ABC):
-    """Where one answer's sound goes.
+class Outlet:
+    """Where one answer's sound goes: here to a client that plays what it gets; `emit` takes the samples of an event.
 
     Attributes:
         sent: seconds that went out.
@@ -38,37 +37,43 @@ class Outlet(ABC):
         tell: called with `started`, `stopped` or `cleared`, where it is seen here when the sound is played.
     """
 
-    def __init__(self, rate: int, emit: Callable[[np.ndarray], None]) -> None:
-        self.rate, self.sent, self._emit = rate, 0.0, emit
-        self.underruns = 0
+    def __init__(self, rate: int, emit: Callable[[np.ndarray], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate, self.sent, self.underruns = rate, 0.0, 0
         self.tell: Callable[[str], None] = _to_nobody
+        self._emit, self._clock = emit, clock
         self._gain = self._wanted = 1.0
+        self._ends: float | None = None  # when the client will have played all
 
-    @abstractmethod
     def ahead(self) -> float:
         """Seconds that were sent and are still to be played."""
-
-    @abstractmethod
-    def send(self, samples: np.ndarray) -> None:
-        """Let samples [S] go."""
-
-    def ducked(self, samples: np.ndarray) -> np.ndarray:
-        """The next samples [S] at the present gain."""
-        samples, self._gain = faded(samples, self._gain, self._wanted), self._wanted
-        return samples
+        return 0.0 if self._ends is None else max(self._ends - self._clock(), 0.0)
 
     @property
     def heard(self) -> float:
         """Seconds that were heard by now."""
         return max(self.sent - self.ahead(), 0.0)
 
+    def send(self, samples: np.ndarray) -> None:
+        """Let samples [S] go."""
+        now, seconds = self._clock(), len(samples) / self.rate
+        if self._ends is not None and now > self._ends:
+            self.underruns += 1
+        self._ends = max(self._ends or now, now) + seconds
+        self.sent += seconds
+        self._emit(self.ducked(samples))
+
     def duck(self, on: bool) -> None:
         """Make it softer, or as loud as before, from the next samples on."""
         self._wanted = SOFT if on else 1.0
 
-    @abstractmethod
+    def ducked(self, samples: np.ndarray) -> np.ndarray:
+        """The next samples [S] at the present gain."""
+        samples, self._gain = faded(samples, self._gain, self._wanted), self._wanted
+        return samples
+
     def clear(self) -> None:
-        """Drop what was sent and not played yet."""
+        """Drop what was sent and not played yet; a client does so itself."""
+        self._ends = None
 
     def end(self) -> None:
         """Nothing more is sent."""
@@ -77,30 +82,6 @@ class Outlet(ABC):
     def free(self) -> None:
         """Drop the callbacks, so that the answer is freed at once and not only by the garbage collector."""
         self._emit = self.tell = _to_nobody
-
-
-class SentOutlet(Outlet):
-    """To a client that plays what it gets; `emit` takes the samples of an event."""
-
-    def __init__(self, rate: int, emit: Callable[[np.ndarray], None], clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(rate, emit)
-        self._clock = clock
-        self._ends: float | None = None  # when the client will have played all
-
-    def ahead(self) -> float:
-        return 0.0 if self._ends is None else max(self._ends - self._clock(), 0.0)
-
-    def clear(self) -> None:
-        """The client drops it."""
-        self._ends = None
-
-    def send(self, samples: np.ndarray) -> None:
-        now, seconds = self._clock(), len(samples) / self.rate
-        if self._ends is not None and now > self._ends:
-            self.underruns += 1
-        self._ends = max(self._ends or now, now) + seconds
-        self.sent += seconds
-        self._emit(self.ducked(samples))
 
 
 class Pacer:

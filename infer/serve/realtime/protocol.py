@@ -77,9 +77,6 @@ class ProtocolError(Exception):
 class Denied(ProtocolError):
     """A request without permission, or over a quota."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message, code, status=status)
-
 
 def as_protocol_error(error: Exception) -> ProtocolError:
     """The error for a client; the caller logs one of status 500 without a client's mistake."""

@@ -234,7 +234,7 @@ class Calls:
         server, owner, request = self._server, job.owner, job.request
         offer, changes = await _read(job)
         if sum(call.owner == owner and not call.opened.is_set() for call in self._calls.values()) >= CONNECTING:
-            raise Denied(429, "rate_limit_exceeded", f"{CONNECTING} calls of this key are not connected yet; wait")
+            raise Denied(f"{CONNECTING} calls of this key are not connected yet; wait", "rate_limit_exceeded", status=429)
         call = Call(server.settings.limits, owner)
         omni = request.query_params.get("omni") == "1"
         session = server.begin("webrtc", owner, call, merged(job.secret, changes), omni)

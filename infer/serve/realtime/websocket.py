@@ -12,7 +12,7 @@ from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from infer.serve.bounds import POLICY, Closed, SessionBounds
-from infer.serve.realtime.playback import SentOutlet
+from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.protocol import Event, ProtocolError
 from infer.serve.server import Server
 
@@ -33,7 +33,7 @@ class SocketTransport:
         closing: what waits is sent, and nothing after it.
     """
 
-    sound_in_events, outlet = True, SentOutlet
+    sound_in_events, outlet = True, Outlet
 
     def __init__(self, socket: WebSocket, most: int) -> None:
         self._socket, self._most = socket, most

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from infer.chat.connection import LocalConnection
-from infer.serve.realtime.playback import SentOutlet
+from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.state import ConversationItem
 from tests.infer.chat.fake_sound import FakeSound, LevelVad, LockstepQueue, Script
@@ -60,7 +60,7 @@ def talk(run: Any, monkeypatch: pytest.MonkeyPatch) -> Talks:
             patch.setitem(sys.modules, "sounddevice", fake)
             patch.setattr("infer.chat.chat.SimpleQueue", lambda: LockstepQueue(fake))
             patch.setattr("infer.chat.connection.VoiceActivity", LevelVad)
-            patch.setattr("infer.chat.connection.DeliveringTransport.outlet", lambda _, *of: SentOutlet(*of, lambda: fake.now))
+            patch.setattr("infer.chat.connection.DeliveringTransport.outlet", lambda _, *of: Outlet(*of, lambda: fake.now))
             patch.setattr(LocalConnection, "send", send)
             patch.setattr(RealtimeSession, "add_item", recorded)
             talked.done = run("chat", *words)

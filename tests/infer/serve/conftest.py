@@ -16,7 +16,7 @@ import pytest
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime.configuration import Configuration, Voices, updated
-from infer.serve.realtime.playback import SentOutlet
+from infer.serve.realtime.playback import Outlet
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.settings import Answering, ServerLimits, ServeSettings
 from infer.serve.telemetry import Metrics
@@ -43,7 +43,7 @@ def noise(seconds: float = 0.5, seed: int = 0, rate: int = 24_000) -> np.ndarray
 class FakeTransport:
     """Keeps what a session sends."""
 
-    sound_in_events, unread, outlet = True, 0, SentOutlet
+    sound_in_events, unread, outlet = True, 0, Outlet
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []

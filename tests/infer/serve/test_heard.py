@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infer.serve.realtime.dialogue import turns_of
-from infer.serve.realtime.playback import TEXT_AHEAD, Pacer, SentOutlet
+from infer.serve.realtime.playback import TEXT_AHEAD, Outlet, Pacer
 from tests.generate.session_toys import inside
 from tests.infer.serve.conftest import Client, noise, pcm, sound_of
 
@@ -175,7 +175,7 @@ class Clock:
 
 def test_heard_is_the_least_of_what_was_sent_and_of_the_time_less_the_gaps() -> None:
     clock, sent = Clock(), []
-    outlet = SentOutlet(1000, sent.append, clock)
+    outlet = Outlet(1000, sent.append, clock)
     piece = np.zeros(100, np.float32)
     assert outlet.heard == 0
     outlet.send(piece)
@@ -196,7 +196,7 @@ def test_heard_is_the_least_of_what_was_sent_and_of_the_time_less_the_gaps() -> 
 def test_sound_is_never_further_ahead_than_the_lead_and_text_keeps_with_it() -> None:
     async def body() -> None:
         sent, told = [], list[tuple[str, float]]()
-        outlet = SentOutlet(1000, sent.append)
+        outlet = Outlet(1000, sent.append)
         pacer = Pacer(outlet, 0.25)
         for number in range(10):
             pacer.text(f"{number}", number * 0.1)
@@ -217,7 +217,7 @@ def test_sound_is_never_further_ahead_than_the_lead_and_text_keeps_with_it() -> 
 
 def test_a_softer_answer_has_no_step_in_it() -> None:
     sent: list[np.ndarray] = []
-    outlet = SentOutlet(1000, sent.append)
+    outlet = Outlet(1000, sent.append)
     for on in (False, True, True, False, False):
         outlet.duck(on)
         outlet.send(np.ones(100, np.float32))
