@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import deque
 
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
@@ -37,8 +36,7 @@ class SocketTransport:
 
     def __init__(self, socket: WebSocket, most: int) -> None:
         self._socket, self._most = socket, most
-        self._waiting: deque[str] = deque()
-        self._changed = asyncio.Event()
+        self._waiting: asyncio.Queue[str | None] = asyncio.Queue()  # None at the end
         self.ending: asyncio.Future[Closed] = asyncio.get_running_loop().create_future()
         self.unread, self.closing = 0, False
         self.sent_at = time.monotonic()
@@ -57,8 +55,7 @@ class SocketTransport:
             return
         self.sent_at = time.monotonic()
         self.unread += len(text)
-        self._waiting.append(text)
-        self._changed.set()
+        self._waiting.put_nowait(text)
 
     def end(self, reason: str, code: int = RESTART) -> None:
         if not self.ending.done():
@@ -67,12 +64,7 @@ class SocketTransport:
     async def run(self) -> None:
         """Sends until it is closing and all was sent, or the client has gone."""
         with contextlib.suppress(*GONE):
-            while not self.overfull and (self._waiting or not self.closing):
-                if not self._waiting:
-                    self._changed.clear()
-                    await self._changed.wait()
-                    continue
-                text = self._waiting.popleft()
+            while (text := await self._waiting.get()) is not None and not self.overfull:
                 await self._socket.send_text(text)
                 self.unread -= len(text)
 
@@ -87,7 +79,7 @@ class SocketTransport:
     async def close(self, sending: asyncio.Task[None], closed: Closed) -> None:
         """Let the last events go, and close the socket."""
         self.closing = True
-        self._changed.set()
+        self._waiting.put_nowait(None)
         with contextlib.suppress(*GONE):
             await asyncio.wait_for(asyncio.shield(sending), 0.01 if self.overfull else CLOSING)
             if self._socket.client_state is WebSocketState.CONNECTED:
