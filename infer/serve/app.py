@@ -29,7 +29,7 @@ from infer.serve.settings import ServeSettings
 from omni.errors import EngineLost
 
 THREADS = 64  # threads for what waits for the engine's process
-LARGEST = 256 * 1024  # bytes of a request: the server keeps its configuration for as long as the secret is valid
+LARGEST = 256 * 1024  # bytes of a request for a client secret, which is compressed: each session of it unpacks all
 
 
 def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = ()) -> FastAPI:
