@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TypeVar
 
 from omni.errors import UserError, closest
@@ -47,7 +47,10 @@ class Registry(dict[str, T]):
         Raises:
             UserError: the name is taken by Omni or by another module.
         """
-        source = _registering()
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_name != "<module>":
+            frame = frame.f_back
+        source = str(frame.f_globals.get("__name__", ""))  # the module whose import, or whose cell in a notebook, is running
         owner = self._sources.get(name, source)
         if name in self and owner != source:
             # Omni's own may come after a plug-in's.
@@ -188,11 +191,3 @@ def _broken(name: str, where: str, error: BaseException) -> str:
         location = f"{theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else "its import"
     text = " ".join(str(error).split()) or "no message"
     return f"{where} {name} cannot be imported: {location}: {type(error).__name__}: {text}"
-
-
-def _registering() -> str:
-    """Name of the module whose import, or whose cell in a notebook, is running."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "<module>":
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")) if frame is not None else ""

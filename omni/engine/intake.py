@@ -198,7 +198,7 @@ class Intake:
             batch.free(running)
         if pending := [running for running in self.placed if unheard(running)]:
             first = pending[0]
-            if (heard := first.exchange.heard) is not None and heard.begun:  # but not as far as it had come
+            if (heard := first.exchange.heard) is not None and heard.taken:  # but not as far as it had come
                 with using(first.active):
                     if heard.advance():
                         return None

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,7 @@ _TURNS = 3
 """Turns of the loop in which a task that was cancelled may let go of the answer before it counts as another's."""
 
 
-class AnswerStream:
+class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStream"]):
     """The events of one answer, as a plain iterator or (in one task at a time) an asynchronous one; or all of it, by `answer`.
     `Session.ask` makes it.
 
@@ -119,9 +119,6 @@ class AnswerStream:
 
     # --- an asynchronous one ------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> AnswerStream:
-        return self
-
     async def __anext__(self) -> Event:
         if self._over:
             raise StopAsyncIteration
@@ -149,9 +146,6 @@ class AnswerStream:
     async def aclose(self) -> None:
         """Cancel what is left of the answer."""
         self.close()
-
-    async def __aenter__(self) -> AnswerStream:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
@@ -209,7 +203,7 @@ class AnswerStream:
             self.running = running
             if not self._over:
                 return running
-        self._session.withdraw(running)
+        self._session.end(running, "withdraw")
         raise Withdrawn
 
     # --- its answer ---------------------------------------------------------------------------------------------------

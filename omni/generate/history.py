@@ -50,18 +50,16 @@ class Exchange:
     def part(self, layout: Layout, answered: bool) -> _Part:
         """The columns of its question, without a system message, or those of its answer; made once, since every question of a
         conversation looks at all turns before it."""
-        known = self._parts.get(answered)
-        if known is None or known.layout is not layout or known.turn is not self.turn:
-            columns = answer(layout, self.turn) if answered else _question(layout, self.turn)
-            known = self._parts[answered] = _Part(layout, self.turn, columns, _keys(columns, self.sound))
+        known, turn = self._parts.get(answered), self.turn
+        if known is None or known.layout is not layout or known.turn is not turn:
+            if answered:
+                columns = answer(layout, turn)
+            elif isinstance(turn.task, Task) and turn.task.question == "audio":
+                columns = _spoken(layout, turn.task, turn.features)
+            else:
+                columns = prompt(layout, replace(turn, system=()))
+            known = self._parts[answered] = _Part(layout, turn, columns, _keys(columns, self.sound))
         return known
-
-
-def _question(layout: Layout, turn: Turn) -> Columns:
-    """Columns of a question without a system message."""
-    if isinstance(turn.task, Task) and turn.task.question == "audio":
-        return _spoken(layout, turn.task, turn.features)
-    return prompt(layout, replace(turn, system=()))
 
 
 @lru_cache(maxsize=256)
@@ -89,17 +87,12 @@ def lay_out(
 ) -> tuple[Columns, list[Key]]:
     """All columns from the conversation's start to the end of the new question's prompt, or of the last answer where nothing
     is asked, and their keys. `system`: token ids of the system message, which comes before the first turn that is left."""
-    pieces, keys = list[Columns](), list[Key]()
-    if len(system):
-        pieces.append(system_message(layout, system))
-        keys += _keys(pieces[0], -1)
-    for exchange in (*past, asked):
-        for answered in (False, True):
-            if exchange is not None and not (answered and exchange is asked):
-                part = exchange.part(layout, answered)
-                pieces.append(part.columns)
-                keys += part.keys
-    return join(pieces), keys
+    message = system_message(layout, system)
+    parts = [exchange.part(layout, answered) for exchange in past for answered in (False, True)]
+    if asked is not None:
+        parts.append(asked.part(layout, False))
+    keys = _keys(message, -1) + [key for part in parts for key in part.keys]
+    return join([message, *(part.columns for part in parts)]), keys
 
 
 def fit(
@@ -129,7 +122,7 @@ def dropped_for(layout: Layout, past: Sequence[Exchange], question: int, system:
     """Number of the oldest turns that go before a question of so many columns, in a cache of `length` positions; no fewer than
     before a shorter one."""
     dropped, sizes = forgotten(layout, past, system, length), [_size(layout, exchange) for exchange in past]
-    own = _system_size(layout, system) + question
+    own = len(system_message(layout, system)) + question
     while dropped < len(past) and own + sum(sizes[dropped:]) > length - length // 4:
         dropped += 1
     return dropped
@@ -143,7 +136,7 @@ def forgotten(layout: Layout, past: Sequence[Exchange], system: Sequence[int], l
     comes: half a column again for each new one.
     """
     longest = max((len(exchange.part(layout, False).keys) for exchange in past), default=0)
-    return forgotten_of([_size(layout, exchange) for exchange in past], longest, length, _system_size(layout, system))
+    return forgotten_of([_size(layout, exchange) for exchange in past], longest, length, len(system_message(layout, system)))
 
 
 def forgotten_of(sizes: Sequence[int], longest: int, length: int, system: int = 0) -> int:
@@ -155,10 +148,6 @@ def forgotten_of(sizes: Sequence[int], longest: int, length: int, system: int = 
         taken -= sizes[dropped]
         dropped += 1
     return dropped
-
-
-def _system_size(layout: Layout, system: Sequence[int]) -> int:
-    return len(system_message(layout, system)) if len(system) else 0
 
 
 def _size(layout: Layout, exchange: Exchange) -> int:
@@ -181,6 +170,7 @@ def check_room(layout: Layout, past: Sequence[Exchange], system: Sequence[int], 
         )
 
 
+@dataclass(eq=False)
 class CachedHistory:
     """Content of one row of a cache.
 
@@ -190,10 +180,9 @@ class CachedHistory:
         high: number of positions written since the row was last empty.
     """
 
-    def __init__(self) -> None:
-        self.keys: list[Key] = []
-        self.under: Hashable = None
-        self.high = 0
+    keys: list[Key] = field(default_factory=list)
+    under: Hashable = None
+    high: int = 0
 
     def keep(self, wanted: Sequence[Key], under: Hashable, cache: KVCache, row: int) -> int:
         """Rewind a row of the cache to the prefix that it shares with `wanted`, whose rest is about to be fed; returns its
@@ -216,20 +205,13 @@ class CachedHistory:
         """Length of the prefix that the row shares with `wanted`, the last of which does not count."""
         if under != self.under:  # its columns were fed with other edits or adapters than are active now
             return 0
-        return common_prefix(self.keys, wanted[:-1])
+        pairs = enumerate(zip(self.keys, wanted[:-1], strict=False))
+        return next((i for i, (mine, other) in pairs if mine != other), min(len(self.keys), len(wanted) - 1))
 
     def add(self, columns: Sequence[Sequence[int]], position: int) -> None:
         """Record columns that steps wrote and fed; nothing was fed at `position` or beyond."""
         self.keys += [(*column, -1, -1) for column in columns]
         self.high = max(self.high, position)
-
-
-def common_prefix(a: Sequence[Key], b: Sequence[Key]) -> int:
-    """Number of columns that two sequences have in common at their start."""
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
 
 
 @dataclass(frozen=True)

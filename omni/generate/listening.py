@@ -97,10 +97,6 @@ class TurnListener:
         parts.load_state_dict(state, assign=True)
         return cls(encoder.float(), head.float())
 
-    @property
-    def frames_per_second(self) -> float:
-        return self.encoder.config.frames_per_second
-
     @torch.no_grad()
     def probabilities(self, frames: Tensor) -> Tensor:
         """Probabilities [T, 2] of voice and end, float32, of encoder frames [T, D], one by one: a product of other rows would
@@ -157,7 +153,7 @@ class FeatureStream:
 
     Attributes:
         number: of its features (`new_sound`).
-        features: [N, W], those that are known.
+        features: [N, W], those that are known; taken: samples that were encoded.
         closed: nobody wants it any more.
         lost: they cannot be continued: the model was moved, or its adapters or edits changed.
     """
@@ -176,7 +172,7 @@ class FeatureStream:
         self._pieces: list[Tensor] = []
         self._waiting: deque[Tensor] = deque()
         self._peeked: list[Tensor] = []
-        self._came = self._taken = self._beyond = 0  # samples; `_beyond` were peeked at
+        self._came = self.taken = self._beyond = 0  # samples; `_beyond` were peeked at
         self._stream: Any = None
         self._ahead: _Ahead | None = None
         self._frames: Tensor | None = None  # that do not fill a feature yet
@@ -190,13 +186,8 @@ class FeatureStream:
         if self.closed or self.lost:
             return False
         ahead = self._ahead
-        reached = self._taken if ahead is None else max(ahead.taken, self._taken)  # samples encoded, peeked ones included
-        return self._came - self._taken >= self.size or self._came + self._beyond - reached >= self.size
-
-    @property
-    def begun(self) -> bool:
-        """Whether any of it was encoded."""
-        return self._taken > 0
+        reached = self.taken if ahead is None else max(ahead.taken, self.taken)  # samples encoded, peeked ones included
+        return self._came - self.taken >= self.size or self._came + self._beyond - reached >= self.size
 
     @property
     def sound(self) -> Tensor:
@@ -227,7 +218,7 @@ class FeatureStream:
                 both = min(len(peeked), len(samples))
                 self._peeked, self._beyond = [peeked[both:]], len(peeked) - both
                 if not torch.allclose(peeked[:both], samples[:both], rtol=0, atol=1e-6):
-                    self._drop_peeked()
+                    self._peeked, self._beyond, self._ahead = [], 0, None
                     self._judged = self._encoded
 
     def peek(self, samples: Tensor) -> None:
@@ -242,17 +233,14 @@ class FeatureStream:
         """The question has ended: what was peeked at is none of it."""
         with self._data:
             self._listener = None
-            self._drop_peeked()
-
-    def _drop_peeked(self) -> None:
-        self._peeked, self._beyond, self._ahead = [], 0, None
+            self._peeked, self._beyond, self._ahead = [], 0, None
 
     def advance(self) -> bool:
         """Encode the chunk that waits, unless another thread encodes; returns whether it did."""
         if not self.due or not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._came - self._taken >= self.size:
+            if self._came - self.taken >= self.size:
                 self._encode(self.size)
             else:
                 self._encode_ahead()
@@ -266,8 +254,8 @@ class FeatureStream:
         with self._lock:
             if not self._finished:
                 self._finished = True
-                if self.begun:
-                    self._encode(self._came - self._taken, last=True)
+                if self.taken:
+                    self._encode(self._came - self.taken, last=True)
                 self._stream = self._frames = self._ahead = None
                 self._waiting.clear()
             return None if self.lost else self.features
@@ -308,10 +296,10 @@ class FeatureStream:
         """The frames of what was encoded ahead, where all of it has come by now; None where the next chunk is to be encoded."""
         with self._data:
             ahead, self._ahead = self._ahead, None
-        if ahead is None or not self._taken < ahead.taken <= self._came:
+        if ahead is None or not self.taken < ahead.taken <= self._came:
             return None
         self._stream = ahead.stream
-        self._next(ahead.taken - self._taken)
+        self._next(ahead.taken - self.taken)
         return torch.cat(ahead.frames)
 
     @torch.inference_mode()
@@ -321,8 +309,8 @@ class FeatureStream:
         if self.lost:
             return
         with self._data:
-            ahead = self._ahead or _Ahead(self._stream.copy(), self._taken)
-            samples = torch.cat([*self._waiting, *self._peeked])[ahead.taken - self._taken :][: self.size]
+            ahead = self._ahead or _Ahead(self._stream.copy(), self.taken)
+            samples = torch.cat([*self._waiting, *self._peeked])[ahead.taken - self.taken :][: self.size]
             if len(samples) < self.size:  # they were dropped meanwhile
                 return
             self._ahead = ahead
@@ -356,5 +344,5 @@ class FeatureStream:
                     piece = piece[:left]
                 taken.append(piece)
                 left -= len(piece)
-            self._taken += samples
+            self.taken += samples
         return torch.cat(taken) if taken else torch.zeros(0)

@@ -58,19 +58,15 @@ class Incoming:
 
     Attributes:
         withdrawn: its answer was cancelled; nothing more is taken.
+        pieces, samples: those that were taken, and their length.
     """
 
     def __init__(self, sample_rate: Any, most: float) -> None:
         self.rate, self.most = whole_rate(sample_rate), most
         self.withdrawn = False
         self.pieces: list[np.ndarray] = []
-        self._count = self._samples = 0
+        self._count = self.samples = 0
         self._two: int | None = None  # dimension of the pieces that has two channels
-
-    @property
-    def seconds(self) -> float:
-        """Length of the sound so far."""
-        return self._samples / self.rate
 
     def add(self, piece: Any) -> np.ndarray:
         """Take the next piece: samples [S], or of two channels, as a tensor, an array or a list; the caller may use its
@@ -89,12 +85,12 @@ class Incoming:
         if not self.pieces and array.ndim == 2:
             self._two = int(np.shape(piece)[0] != 2)
         self.pieces.append(array)
-        self._samples += array.shape[-1]
+        self.samples += array.shape[-1]
         return scaled
 
     def check_room(self, samples: int) -> None:
         """UserError where so many samples more are too many."""
-        if (samples := self._samples + samples) > self.most * self.rate:
+        if (samples := self.samples + samples) > self.most * self.rate:
             raise UserError(
                 f"the question lasts {samples / self.rate:.8g} s by its piece {self._count}, and at most {self.most:g} s are "
                 f"taken; end it before, or correct the sample rate, {self.rate} Hz"
@@ -314,7 +310,7 @@ class Listening:
     @property
     def seconds(self) -> float:
         """Length of the sound so far."""
-        return self._incoming.seconds
+        return self._incoming.samples / self._incoming.rate
 
     def push(self, piece: Any) -> None:
         """Take the next piece: samples [S] at the sample rate, or of two channels, as a tensor, an array or a list; all of
@@ -327,7 +323,8 @@ class Listening:
                 self.session.check()
             scaled = self._incoming.add(piece)
             if self._sound is not None and scaled.size:
-                self._give(self._pieces.push(scaled))
+                self._clip.append(self._pieces.push(scaled))
+                self._tell(self._clip[-1])
                 self._again = max(self._again - scaled.shape[-1], 0)
                 self._ahead = self._ahead if self._again else None
 
@@ -342,11 +339,11 @@ class Listening:
             scaled = as_piece(piece, "the sound", self._incoming.check_room)[1]
             self._ahead = self._ahead or self._pieces.copy()
             self._again += scaled.shape[-1]
-            self.session.hear(self._sound, self._ahead.push(scaled), peek=True)
+            self._tell(self._ahead.push(scaled), peek=True)
 
-    def _give(self, samples: Tensor) -> None:
-        self._clip.append(samples)
-        self.session.hear(self._sound, samples)
+    def _tell(self, samples: Tensor, peek: bool = False) -> None:
+        """Have the engine hear samples [S] at 16 kHz; it passes over those of a sound that the session listens to no more."""
+        self.session.link.tell("hear", self.session.number, self._sound, samples, peek)
 
     def _check_open(self) -> None:
         if self._dropped or self._asked is not None:
@@ -426,8 +423,8 @@ class Listening:
         if rest is None:  # the whole is read at once
             self.session.drop_sound(self._sound)
             return read_question(incoming.whole(), task, self._config, self.session.tokenizer, incoming.rate)
-        self._give(rest)
-        clip, self._clip = torch.cat(self._clip), []
+        self._tell(rest)
+        clip, self._clip = torch.cat([*self._clip, rest]), []
         incoming.pieces = []
         return replace(asked_by_clip(clip, task, self._config), heard=self._sound)
 

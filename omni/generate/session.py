@@ -16,12 +16,10 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
-
-from torch import Tensor
 
 from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
@@ -34,15 +32,14 @@ from omni.generate.messages import History, Message
 from omni.generate.options import Keywords, SessionOptions, check_numbers, make_options
 from omni.generate.question import Asked, AudioSoFar, Coming, Listening, Question, Withdrawn, read_question, several
 from omni.generate.results import Answer, Clock, Ended, Event, Timings
-from omni.layout import Layout
 from omni.tasks import Task, Turn, find_task
 from omni.text import Tokenizer
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 
-class Session:
+class Session(AbstractContextManager["Session"], AbstractAsyncContextManager["Session"]):
     """One conversation. Made by `SpeechLM.session` or `EngineProcess.session`; close it (or use `with`) to free its slot.
 
     One answer at a time: `ask` gives its events as they come, also in a loop of asyncio; `cancel` stops it from any thread.
@@ -66,7 +63,7 @@ class Session:
         sound: bool = True,
     ) -> None:
         self.number, self._pace, self._stop_when = number, pace, stop_when
-        self._link, self.config = source._link, source.config
+        self.link, self.config = source._link, source.config
         self.tokenizer, self.sample_rate = source.tokenizer, source.sample_rate
         self._rate = self.sample_rate if sound else 0
         self._last: Listener | None = None
@@ -75,20 +72,20 @@ class Session:
         self._closed = False
         self._lock = threading.RLock()  # guards the last answer
         _OPEN.add(self)
-        self._dropped = weakref.finalize(self, self._link.tell, "abandon", number)
+        self._dropped = weakref.finalize(self, self.link.tell, "abandon", number)
         self._dropped.atexit = False
 
     def check(self) -> None:
         """UserError where no question is taken: the engine or the session is closed."""
         if self._closed:
             raise UserError("this session is closed; start a new one")
-        self._link.check(self.number)
+        self.link.check(self.number)
 
     def __repr__(self) -> str:
         state = "closed"
         if not self._closed:
             try:
-                state = self._link.request("shown", self.number)
+                state = self.link.request("shown", self.number)
             except EngineLost:
                 state = "lost"
         return f"Session({state})"
@@ -181,12 +178,12 @@ class Session:
                 raise UserError(
                     "another answer of this session is being made in another thread or task; cancel it, or wait for its end"
                 )
-            if answer is not None:
-                self._settle(answer)
+            if answer is not None and not answer.settled:
+                self.end(answer, "settle")
 
     def lay_out(self, asked: Asked, seed: int | None = None, clock: Clock | None = None) -> Listener:
         """An answer to a question, for `begin`; the last one is settled first. `clock` was started when the question came."""
-        link, rate = self._link, self._rate if asked.task.audio else 0
+        link, rate = self.link, self._rate if asked.task.audio else 0
         with self._lock:
             self.check()
             self.commit()  # once more: another thread may have asked meanwhile
@@ -203,11 +200,11 @@ class Session:
             asked = replace(asked, heard=heard, clip=asked.clip if heard is None else None)
         if not answer.start():  # it was cancelled meanwhile
             return None
-        self._link.answers[answer.number] = answer
+        self.link.answers[answer.number] = answer
         try:
-            if self._link.remote and asked.clip is not None:  # as far as that delays nobody else's sound
+            if self.link.remote and asked.clip is not None:  # as far as that delays nobody else's sound
                 asked = replace(asked, prepared=self.config.encoder.prepare(asked.clip))
-            reply = self._link.request(message, self.number, answer.number, asked, answer.seed, answer.clock)
+            reply = self.link.request(message, self.number, answer.number, asked, answer.seed, answer.clock)
             if isinstance(asked.heard, int):
                 self._sound = None
             return reply
@@ -224,24 +221,18 @@ class Session:
         model's turn head says of its frames."""
         if self.config.encoder.chunk_samples is None:
             return None
-        number = next(self._link.numbers)
+        number = next(self.link.numbers)
         if turn is not None:
-            self._link.turns[number] = turn
-        self._link.request("listen", self.number, number, task.name, turn is not None)
+            self.link.turns[number] = turn
+        self.link.request("listen", self.number, number, task.name, turn is not None)
         self._sound = number
         return number
-
-    def hear(self, sound: int, samples: Tensor, peek: bool = False) -> None:
-        """Take the next samples [S] at 16 kHz of the sound that `open_sound` returned, or (`peek`) samples behind those, which
-        may not belong to the question."""
-        if self._sound == sound:
-            self._link.tell("hear", self.number, sound, samples, peek)
 
     def drop_sound(self, sound: int | None) -> None:
         """Listen no more; waits for nobody."""
         if sound is not None and self._sound == sound:
             self._sound = None
-            self._link.tell("drop_sound", self.number, sound)
+            self.link.tell("drop_sound", self.number, sound)
 
     # --- its answer ---------------------------------------------------------------------------------------------------
 
@@ -250,7 +241,7 @@ class Session:
         (text, sound, ended), (tokens, codes, logprobs) = joined(events), ((), None, None)
         if answer is not None:
             with suppress(EngineLost):
-                tokens, codes, logprobs = self._link.request("delivered", self.number, answer.number)
+                tokens, codes, logprobs = self.link.request("delivered", self.number, answer.number)
         return Answer(
             text=text,
             audio=sound if answer is not None and answer.rate > 0 and codes is not None else None,
@@ -270,9 +261,8 @@ class Session:
             event = answer.take()
             return event
         finally:
-            if event is None or isinstance(event, Ended):
-                with self._lock:
-                    self._settle(answer)
+            if (event is None or isinstance(event, Ended)) and not answer.settled:
+                self.end(answer, "settle")
 
     def cancel(
         self,
@@ -302,12 +292,7 @@ class Session:
             last = self._last
             if last is None or only not in (None, last):
                 return
-            self._end(last, "settle", played_seconds, shown_characters)
-
-    def withdraw(self, answer: Listener) -> None:
-        """Continue as if a question had not been asked."""
-        with self._lock:
-            self._end(answer, "withdraw")
+            self.end(last, "settle", played_seconds, shown_characters)
 
     def let_go(self, answer: Listener) -> None:
         """Cancel an answer without waiting for anybody. It is in the history at once, unless another thread is asking or
@@ -318,58 +303,55 @@ class Session:
             answer.quiet()
             answer.settled = True
             if answer.started:
-                self._link.tell("let_go", self.number, answer.number, answer.taken)
+                self.link.tell("let_go", self.number, answer.number, answer.taken)
             answer.end(Ended("cancelled", Timings()))
 
-    def _settle(self, answer: Listener) -> None:
-        """Have the delivered part of an answer put into the history (once); its iterator gives no more of it."""
-        if not answer.settled:
-            self._end(answer, "settle")
-
-    def _end(self, answer: Listener, message: str, *interrupted: Any) -> None:
-        """Have an answer settled, interrupted or withdrawn."""
-        answer.quiet()
-        try:
-            ended = self._link.request(message, self.number, answer.number, answer.taken, *interrupted)
-        except EngineLost as error:
-            if answer.settled:
-                raise
-            ended = Ended("error", Timings(), str(error))
-        answer.end(ended or Ended("cancelled", Timings()))
-        answer.settled = True
+    def end(self, answer: Listener, message: str, *interrupted: Any) -> None:
+        """Have the delivered part of an answer put into the history (`settle`), or cut there (`interrupt`), or continue as if
+        its question had not been asked (`withdraw`); its iterator gives no more of it."""
+        with self._lock:
+            answer.quiet()
+            try:
+                ended = self.link.request(message, self.number, answer.number, answer.taken, *interrupted)
+            except EngineLost as error:
+                if answer.settled:
+                    raise
+                ended = Ended("error", Timings(), str(error))
+            answer.end(ended or Ended("cancelled", Timings()))
+            answer.settled = True
 
     # --- the conversation ---------------------------------------------------------------------------------------------
 
     @property
     def place(self) -> int:
         """Place of the last question among those that wait for room, from 1; 0 for one that does not wait."""
-        position: int = self._link.request("place", self.number)
+        position: int = self.link.request("place", self.number)
         return position
 
     @property
     def history(self) -> list[Message]:
         """The questions and the delivered part of their answers, to read, or to start another session with; an answer under way
         and its question are not among them."""
-        messages: list[Message] = self._link.request("history", self.number)
+        messages: list[Message] = self.link.request("history", self.number)
         return messages
 
     @property
     def last_answer(self) -> Message | None:
         """The newest answer of the history, as far as it was delivered; None in a new conversation."""
-        message: Message | None = self._link.request("last_answer", self.number)
+        message: Message | None = self.link.request("last_answer", self.number)
         return message
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The history as ids, the first turn with the system message."""
-        turns: tuple[Turn, ...] = self._link.request("turns", self.number)
+        turns: tuple[Turn, ...] = self.link.request("turns", self.number)
         return tuple(replace(turn, task=find_task(turn.task)) for turn in turns)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the history as one file, from which `SpeechLM.session(history=path)` continues, without an answer under way.
         UserError: the place cannot be written."""
         with self._lock:
-            self._link.request("save", self.number, os.path.abspath(path))
+            self.link.request("save", self.number, os.path.abspath(path))
         return Path(path)
 
     def close(self) -> None:
@@ -382,23 +364,17 @@ class Session:
             if self._incoming is not None:
                 self._incoming.withdraw()
             with suppress(EngineLost):  # its slot went with it
-                if self._last is not None:
-                    self._settle(self._last)
-                self._link.request("close", self.number)
+                if self._last is not None and not self._last.settled:
+                    self.end(self._last, "settle")
+                self.link.request("close", self.number)
 
     def abandon(self) -> None:
         """End the session without waiting for anybody; nothing of it can be read any more."""
         self._closed = True
         self._dropped()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
@@ -408,17 +384,13 @@ class Sessions:
     """Base of `omni.generate.speech_lm.SpeechLM` and `omni.engine.process.EngineProcess`: starts sessions.
 
     Attributes:
-        config: the model's.
+        config, layout: the model's.
         sample_rate: of the answers' sound, in Hz, and frame_rate: frames a second; 0 without a codec.
     """
 
     def __init__(self, link: Link, config: ModelConfig, tokenizer: Tokenizer, sample_rate: int, frame_rate: float) -> None:
         self._link, self.config, self.tokenizer = link, config, tokenizer
-        self.sample_rate, self.frame_rate = sample_rate, frame_rate
-
-    @property
-    def layout(self) -> Layout:
-        return self.config.layout
+        self.layout, self.sample_rate, self.frame_rate = config.layout, sample_rate, frame_rate
 
     def _session_of(
         self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull

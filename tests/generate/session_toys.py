@@ -34,7 +34,7 @@ async def answered(session: Any, *asked: Any) -> Answer:
 
 def inside(session: Session) -> Conversation:
     """A session's conversation in the engine of this process."""
-    conversation: Conversation = session._link.conversations[session.number]  # type: ignore[attr-defined]
+    conversation: Conversation = session.link.conversations[session.number]  # type: ignore[attr-defined]
     return conversation
 
 

@@ -38,7 +38,7 @@ def test_it_is_answered_as_the_whole_chunks_that_came(where: str, left: list[int
                     wanted = alone.ask(heard, task).answer()
                 events = list(beside.ask(listening.so_far(), task))
                 assert "".join(getattr(event, "text", "") for event in events) == wanted.text
-                beside.withdraw(beside._last)
+                beside.end(beside._last, "withdraw")
             if number > 1 and task == "A1A2":
                 assert left[-1] <= 8_000 // CHUNK * 4 + 8  # only what came since, and the columns after it
         assert beside.history == []

@@ -80,8 +80,9 @@ class TurnFigures:
 def decided(listener: TurnListener, question: PausedQuestion, probabilities: Tensor, rule: EndRule) -> tuple[bool, float]:
     """Whether a question was cut off, and the seconds from the end of its speech to the decision."""
     length = len(question.sound) / SAMPLE_RATE
-    chunk = listener.encoder.config.chunk_samples / SAMPLE_RATE if listener.encoder.config.chunk_samples else length
-    ends = (ended(probabilities, rule).nonzero().flatten().double() + 1) / listener.frames_per_second  # of deciding frames
+    encoder = listener.encoder.config
+    chunk = encoder.chunk_samples / SAMPLE_RATE if encoder.chunk_samples else length
+    ends = (ended(probabilities, rule).nonzero().flatten().double() + 1) / encoder.frames_per_second  # of deciding frames
     late = ends[ends >= question.end]
     known = min(math.ceil(float(late[0]) / chunk - 1e-9) * chunk, length) if len(late) else length
     return len(late) < len(ends), known - question.end

@@ -62,8 +62,6 @@ class Listener:
     class encoder:
         config = WhisperConfig(mode="chunked", hop=320)
 
-    frames_per_second = 25
-
 
 def asked(kind: str = "more") -> PausedQuestion:
     return PausedQuestion("", "", (kind, "closed"), torch.zeros(16_000 * 7), (1.0, 2.0), 3.0)
