@@ -209,9 +209,7 @@ class Layout:
 
         out = torch.zeros(len(self), max(s.vocabulary for s in self.streams), dtype=torch.bool)
         for k, s in enumerate(self.streams):
-            out[k, : s.size + 1] = True
-            if self.fill == "sampled":
-                out[k, : s.vocabulary] = True
+            out[k, : s.vocabulary if self.fill == "sampled" else s.size + 1] = True
         return out
 
     # --- offline: a whole answer -----------------------------------------------------------------------------------

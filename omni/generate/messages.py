@@ -207,10 +207,11 @@ def save_conversation(
     turns = []
     for number, exchange in enumerate(past):
         turn = exchange.turn
-        question = turn.question if len(turn.question) else None
-        parts = {"audio": exchange.clip, "codes": turn.codes, "question": _long(question), "text": _long(turn.text)}
-        stored = {name: tensor for name, tensor in parts.items() if tensor is not None}
-        tensors |= {f"turn.{number}.{n}": t.clone(memory_format=torch.contiguous_format) for n, t in stored.items()}
+        parts = {"audio": exchange.clip, "codes": turn.codes, "question": turn.question or None, "text": turn.text}
+        for name, part in parts.items():
+            if part is not None:
+                tensor = part if isinstance(part, Tensor) else torch.tensor(tuple(part), dtype=torch.long)
+                tensors[f"turn.{number}.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
         texts = {"question": turn.question, "answer": turn.text}
         said = {k: tokenizer.decode(ids) for k, ids in texts.items() if ids}
         turns.append({"task": find_task(turn.task).name, "cut": turn.cut, **said})
@@ -288,7 +289,3 @@ def _facts_of(model: SpeechModel) -> dict[str, Any]:
     """Properties of the model that a conversation depends on, as plain data."""
     layout = json.loads(json.dumps(asdict(model.layout)))
     return {"codec": model.config.codec, "layout": layout}
-
-
-def _long(ids: Sequence[int] | None) -> Tensor | None:
-    return None if ids is None else torch.tensor(tuple(ids), dtype=torch.long)

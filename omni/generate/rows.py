@@ -157,7 +157,7 @@ class RowState:
     @torch.inference_mode()
     def empty(self, slot: int) -> None:
         """Make the step pass over a row. Fills: to write one number by its index waits for a GPU."""
-        self.sampler.clear(slot)
+        self.sampler.row_modes[slot] = (Mode(), Mode())
         self.idle(slice(slot, slot + 1))
 
     def idle(self, rows: slice = slice(None)) -> None:

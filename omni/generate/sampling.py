@@ -226,7 +226,7 @@ class Sampler:
         self.settings = {name: torch.full((rows, k), value, device=device) for name, value in asdict(GREEDY).items()}
         self.targets = (self.key, *self.settings.values())  # what a start writes
         self.seen: Tensor | None = None  # [rows, K, V] bool, made when the first penalty is asked for
-        self._modes = [(Mode(), Mode())] * rows
+        self.row_modes = [(Mode(), Mode())] * rows
 
         allowed = layout.allowed().sum(1).tolist()  # the ids that may be sampled are the first ones of every stream
         self._text_ids = allowed[a]
@@ -247,8 +247,8 @@ class Sampler:
         `targets`, on the host."""
         a = self.layout.n_audio
         for row, own in zip(rows, settings, strict=True):
-            self._modes[row] = (mode_of(own[:a], self._audio_ids), mode_of(own[a:], self._text_ids))
-            if any(mode.penalty for mode in self._modes[row]):
+            self.row_modes[row] = (mode_of(own[:a], self._audio_ids), mode_of(own[a:], self._text_ids))
+            if any(mode.penalty for mode in self.row_modes[row]):
                 self.see()
             if self.seen is not None:
                 self.seen[row].fill_(False)
@@ -265,10 +265,6 @@ class Sampler:
             self.seen = torch.zeros(shape, dtype=torch.bool, device=self.key.device)
         return self.seen
 
-    def clear(self, row: int) -> None:
-        """Empty a row, so that it needs nothing of the draw."""
-        self._modes[row] = (Mode(), Mode())
-
     def take(self, other: Sampler) -> None:
         """Copy the rows of a smaller sampler to the first ones of this one."""
         count = len(other.key)
@@ -276,12 +272,12 @@ class Sampler:
             mine[:count] = theirs
         if other.seen is not None:
             self.see()[:count] = other.seen
-        self._modes[:count] = other._modes
+        self.row_modes[:count] = other.row_modes
 
     def modes(self, rows: Sequence[int]) -> tuple[Mode, Mode]:
         """Modes that these rows need, for the audio streams and for the text stream."""
         audio = text = Mode()
-        for own in {self._modes[row] for row in rows}:
+        for own in {self.row_modes[row] for row in rows}:
             audio, text = audio.join(own[0]), text.join(own[1])
         return audio, text
 

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequenc
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
@@ -165,7 +165,7 @@ class Session(AbstractContextManager["Session"], AbstractAsyncContextManager["Se
             return listening
 
     def end_reading(self, listening: Listening) -> None:
-        """The iterator has ended, or nobody wants its sound; waits for nobody."""
+        """The iterator has ended, or nobody wants its sound."""
         if self._incoming is listening:
             self._incoming = None
 
@@ -325,21 +325,18 @@ class Session(AbstractContextManager["Session"], AbstractAsyncContextManager["Se
     @property
     def place(self) -> int:
         """Place of the last question among those that wait for room, from 1; 0 for one that does not wait."""
-        position: int = self.link.request("place", self.number)
-        return position
+        return cast(int, self.link.request("place", self.number))
 
     @property
     def history(self) -> list[Message]:
         """The questions and the delivered part of their answers, to read, or to start another session with; an answer under way
         and its question are not among them."""
-        messages: list[Message] = self.link.request("history", self.number)
-        return messages
+        return cast(list[Message], self.link.request("history", self.number))
 
     @property
     def last_answer(self) -> Message | None:
         """The newest answer of the history, as far as it was delivered; None in a new conversation."""
-        message: Message | None = self.link.request("last_answer", self.number)
-        return message
+        return cast(Message | None, self.link.request("last_answer", self.number))
 
     @property
     def turns(self) -> tuple[Turn, ...]:

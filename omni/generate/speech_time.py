@@ -68,25 +68,22 @@ class CharacterReader:
         """Classes of the next piece's characters."""
         out = []
         for character in text:
-            out.append(self._class(character))
-            self._last = character
-            self._mark = self._mark if character.isspace() else character
+            space = character.isspace()
+            mark, stops, commas = (self._mark, _STOPS, _COMMAS) if space else (character, _WIDE_STOPS, _WIDE_COMMAS)
+            if space and self._last.isspace():
+                out.append("other")
+            elif mark in stops or mark in commas:
+                out.append("stop" if mark in stops else "comma")
+            elif space:
+                out.append("space")
+            elif character.isdigit():
+                out.append("zero" if character == "0" and self._last.isdigit() else "digit")
+            elif is_wide(character):
+                out.append("wide")
+            else:
+                out.append("letter" if character.isalpha() else "other")
+            self._last, self._mark = character, self._mark if space else character
         return out
-
-    def _class(self, character: str) -> str:
-        if character.isspace():
-            if self._last.isspace():
-                return "other"
-            return "stop" if self._mark in _STOPS else "comma" if self._mark in _COMMAS else "space"
-        if character in _WIDE_STOPS:
-            return "stop"
-        if character in _WIDE_COMMAS:
-            return "comma"
-        if character.isdigit():
-            return "zero" if character == "0" and self._last.isdigit() else "digit"
-        if is_wide(character):
-            return "wide"
-        return "letter" if character.isalpha() else "other"
 
 
 @dataclass(frozen=True)
