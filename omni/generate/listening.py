@@ -260,19 +260,19 @@ class FeatureStream:
                 self._waiting.clear()
             return None if self.lost else self.features
 
-    def _begin(self) -> None:
-        """Begin to encode; what was encoded is lost where the model is another by now."""
+    def _begin(self) -> bool:
+        """Begin to encode, or go on; returns whether what was encoded is lost, where the model is another by now."""
         model, active = self._model, active_of(self._model)
         under = active.edits, active.changes, model.device
         if self._stream is None:
             self._stream, self._under = model.encoder.stream(), under
         self.lost |= under != self._under
+        return self.lost
 
     @torch.inference_mode()
     def _encode(self, samples: int, last: bool = False) -> None:
         """Encode the next samples, and what is left where they are the last; chunks that were encoded ahead are taken."""
-        self._begin()
-        if self.lost:
+        if self._begin():
             return
         try:
             frames = [] if self._frames is None else [self._frames]
@@ -305,8 +305,7 @@ class FeatureStream:
     @torch.inference_mode()
     def _encode_ahead(self) -> None:
         """Encode the next chunk of what was peeked at."""
-        self._begin()
-        if self.lost:
+        if self._begin():
             return
         with self._data:
             ahead = self._ahead or _Ahead(self._stream.copy(), self.taken)

@@ -280,24 +280,14 @@ class RowState:
         cursor = self.cursor.select(rows)
         broken = (cursor.needs_audio & nonfinite[0]) | (cursor.needs_text & nonfinite[1])
         after, push = cursor.push(sampled)
-        position = self.position[rows]
-        values = {name: getattr(after, name) for name in ("step", "text_ended", "audio_end", "history", "done")}
-        column, position = push.column, torch.where(after.done, -1, position + 1)
-        if plan.resting:
-            rest = self.resting[rows]
-            values = {name: _where(rest, getattr(cursor, name), value) for name, value in values.items()}
-            column = _where(rest, self.column[rows], column)
-            position = torch.where(rest, self.position[rows], position)
-        for name, value in values.items():
-            getattr(self.cursor, name)[rows] = value
-        self.column[rows], self.position[rows] = column, position
+        names = ("step", "text_ended", "audio_end", "history", "done")
+        targets = [self.column, self.position, *(getattr(self.cursor, name) for name in names)]
+        position = torch.where(after.done, -1, self.position[rows] + 1)
+        for target, value in zip(targets, [push.column, position, *(getattr(after, name) for name in names)], strict=True):
+            rest = self.resting[rows].view(-1, *[1] * (value.ndim - 1))
+            target[rows] = torch.where(rest, target[rows], value) if plan.resting else value
         flags = (push.has_frame, push.text, push.has_text, push.done, after.needs_text, after.needs_audio, broken)
         self.packed[rows] = torch.cat([push.column, push.frame, *(flag[:, None] for flag in flags)], dim=1)
-
-
-def _where(rows: Tensor, yes: Tensor, no: Tensor) -> Tensor:
-    """`yes` in the rows [B] that are true, else `no`; both [B, ...]."""
-    return torch.where(rows.view(-1, *[1] * (yes.ndim - 1)), yes, no)
 
 
 class StepRecords:
