@@ -7,7 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterable
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -106,15 +106,10 @@ def brief(value: Any) -> str:
     parts = []
     for f in fields(value):
         own = getattr(value, f.name)
-        if not f.repr or (f.default is not MISSING and own is f.default) or (not isinstance(own, Tensor) and own == f.default):
-            continue
-        if isinstance(own, Tensor):
-            shown = f"tensor{list(own.shape)}"
-        elif isinstance(own, str):
-            shown = quoted(own)
-        else:
-            shown = repr(own)
-        parts.append(f"{f.name}={shown}")
+        if f.repr and isinstance(own, Tensor):
+            parts.append(f"{f.name}=tensor{list(own.shape)}")
+        elif f.repr and own is not f.default and own != f.default:
+            parts.append(f"{f.name}={quoted(own) if isinstance(own, str) else repr(own)}")
     line = f"{type(value).__name__}({', '.join(parts)})"
     return line if len(line) <= LINE else line[: LINE - 2] + "…)"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -49,11 +48,6 @@ class Tokenizer:
         """Write a `tokenizer.json`; OSError where the disk is full or the place cannot be written."""
         Path(path).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
-    @cached_property
-    def _longest(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
-
     def __len__(self) -> int:
         return self.inner.get_vocab_size(with_added_tokens=True)
 
@@ -68,8 +62,11 @@ class Tokenizer:
             RoomError: the text is far too long for that.
             UserError: it has half of a surrogate pair, which no UTF-8 can hold.
         """
-        if most is not None and len(text) > 4 * most and len(text) > 4 * most * self._longest:
-            raise RoomError(f"the text has {len(text)} characters, more than the model's {most} positions can hold: shorten it")
+        if most is not None and len(text) > 4 * most:
+            longest = max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
+            if len(text) > 4 * most * longest:
+                few = f"more than the model's {most} positions can hold"
+                raise RoomError(f"the text has {len(text)} characters, {few}: shorten it")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
