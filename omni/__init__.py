@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from omni.codec.registry import register_codec
     from omni.encoder.base import register_encoder
     from omni.errors import SoundWarning, UserError
-    from omni.generate.messages import Message
+    from omni.generate.history import Message
     from omni.generate.options import Sampling
     from omni.generate.results import Answer, AudioChunk, Ended, TextDelta, Timings
     from omni.generate.session import Session
@@ -23,7 +23,7 @@ _MODULES = {
     "Answer": "omni.generate.results",
     "AudioChunk": "omni.generate.results",
     "Ended": "omni.generate.results",
-    "Message": "omni.generate.messages",
+    "Message": "omni.generate.history",
     "Sampling": "omni.generate.options",
     "Session": "omni.generate.session",
     "SoundWarning": "omni.errors",

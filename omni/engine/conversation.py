@@ -29,9 +29,8 @@ from omni.engine.listener import Link
 from omni.engine.prefill_ahead import Listen, plan
 from omni.engine.sound import is_portable
 from omni.errors import UserError
-from omni.generate.history import Exchange, Past, check_room, fit
+from omni.generate.history import Exchange, Message, Past, check_room, fit, messages, save_conversation
 from omni.generate.listening import FeatureStream
-from omni.generate.messages import Message, messages, save_conversation
 from omni.generate.options import AnswerOptions
 from omni.generate.question import Asked, read_system
 from omni.generate.results import Clock, Ended, Logprobs, Reason, Reply
@@ -72,7 +71,7 @@ class Conversation:
         *,
         context: int,
         time: SpeechTime,
-        past: Past = Past(),  # noqa: B008 (frozen)
+        past: Past = ((), 0),
         release: Callable[[], None] = lambda: None,
         edits: str | None = None,
         pace: Pace = "read",
@@ -87,9 +86,8 @@ class Conversation:
         self._system = read_system(options.system, tokenizer)
         self._engine, self._release, self._sound = engine, release, sound
         self._pace, self._when_full = pace, when_full
-        first = past.asked - len(past.turns)
-        self._past = [Exchange(a.turn, number, a.clip) for number, a in enumerate(past.turns, first)]
-        self._asked = past.asked
+        turns, self._asked = past
+        self._past = [Exchange(a.turn, number, a.clip) for number, a in enumerate(turns, self._asked - len(turns))]
         if options.overflow == "end":
             check_room(model.layout, self._past, self._system, context, model.config.decoder.context)
         if options.max_silence is not None and (codec is None or not sound):

@@ -1,28 +1,54 @@
-"""Lays out a conversation's past as columns: the questions, and the delivered part of the answers.
+"""A conversation's past: as turns, which are laid out as columns for the cache; as messages, which can be read, and start
+another session; and as a file.
 
-The past is kept as turns. The cache is a copy that can be made again: for each question, the columns that it must hold are laid
-out from the turns and compared with those it does hold (`CachedHistory`). An answer that was cut short, or whose columns were
-fed in another form than the offline layout, differs from some column on, and from there it is fed again.
+The past is kept as turns: the questions, and the delivered part of the answers. The cache is a copy that can be made again: for
+each question, the columns that it must hold are laid out from the turns and compared with those it does hold (`CachedHistory`).
+An answer that was cut short, or whose columns were fed in another form than the offline layout, differs from some column on,
+and from there it is fed again.
 
-Dimensions: K streams, C columns, N features, W width.
+A message is a question (`user`) or an answer (`assistant`); they alternate. Messages of chat templates are read too:
+
+    {"role": "user", "content": "a text"}
+    {"role": "user", "content": torch.randn(16000)}                     sound in any form that a question has; a str is a text
+    {"role": "assistant", "content": [{"type": "text", "text": "seven"}, {"type": "audio", "audio": "seven.wav"}]}
+
+A saved conversation is one safetensors file, whose header holds the rest as JSON; nothing in it can run code. Per turn it has
+`turn.N.audio` (the spoken question, [S] float32 at 16 kHz), or `turn.N.question` (its ids), and of the answer `turn.N.text`
+(ids) and `turn.N.codes` ([A, F]), where there are any. The metadata's `conversation` holds the version, the layout, the codec's
+name, the number of questions asked, and of each turn its task, whether its answer was cut, and its texts. Weights are not
+checked: a model that was trained further can continue the conversation.
+
+Dimensions: K streams, A audio streams, C columns, F frames, S samples, N features, W width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+import json
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
+from omni.audio.io import SAMPLE_RATE
+from omni.audio.waveform import read_sound, unwrap
+from omni.codec.base import AudioCodec
 from omni.encoder.config import PreparedSound
-from omni.errors import RoomError
+from omni.errors import RoomError, UserError, brief
+from omni.files import write_whole
 from omni.generate.listening import FeatureStream, new_sound
-from omni.generate.question import Asked
+from omni.generate.question import Asked, read_question
 from omni.layout import Layout
 from omni.model.kv_cache import KVCache
-from omni.tasks import Columns, Task, Turn, answer, join, prompt, system_message
+from omni.model.speech_model import SpeechModel
+from omni.tasks import TASKS, Columns, Task, Turn, answer, find_task, join, prompt, system_message
+from omni.text import Tokenizer
 
 Key = tuple[int, ...]
 """Identifies a column: its K ids, and the sound and index of the feature that it takes (-1 and -1 for none)."""
@@ -214,14 +240,256 @@ class CachedHistory:
         self.high = max(self.high, position)
 
 
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+ROLES = ("user", "assistant")
+
+
 @dataclass(frozen=True)
-class Past:
-    """History that a session starts with.
+class Message:
+    """One side of a turn.
 
     Attributes:
-        turns: questions with their answers in `turn`.
-        asked: number of questions in all, forgotten ones included; random draws continue from it.
+        text: the written text, None where there is none (a spoken question, an answer that only speaks).
+        seconds: length of its sound, 0 for none (and without a codec, which knows the length of a frame).
+        audio: a spoken question, [S] at 16 kHz; codes: frames of a spoken answer, [A, F].
+        task: of the turn (`omni.tasks`); by default it follows from the kinds of question and answer.
+        cut: the answer is the delivered part of a longer one.
     """
 
-    turns: tuple[Asked, ...] = ()
-    asked: int = 0
+    role: Literal["user", "assistant"]
+    text: str | None = None
+    seconds: float = 0.0
+    audio: Tensor | None = field(default=None, repr=False, compare=False)
+    codes: Tensor | None = field(default=None, repr=False, compare=False)
+    tokens: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
+    task: str | None = field(default=None, repr=False, compare=False)
+    cut: bool = field(default=False, repr=False, compare=False)
+
+    __repr__ = brief
+
+
+Past = tuple[Sequence[Asked], int]
+"""Turns that a session starts with, and the number of questions in all, forgotten ones included: draws continue from it."""
+
+History = Sequence[Message | Mapping[str, Any]] | str | os.PathLike[str]
+"""Messages, or the path of a saved conversation."""
+
+
+# --- a session's past as messages -------------------------------------------------------------------------------------
+
+
+def messages(past: Sequence[Exchange], tokenizer: Tokenizer, codec: AudioCodec | None) -> list[Message]:
+    """Two messages per turn, with the delivered part of the answer."""
+    out = []
+    for exchange in past:
+        turn = exchange.turn
+        task, clip, codes = find_task(turn.task), exchange.clip, turn.codes
+        if task.question == "audio":
+            seconds = 0.0 if clip is None else len(clip) / SAMPLE_RATE
+            out.append(Message("user", None, round(seconds, 3), audio=clip, task=task.name))
+        else:
+            ids = tuple(turn.question)
+            out.append(Message("user", tokenizer.decode(ids), tokens=ids, task=task.name))
+        seconds = 0.0 if codes is None or codec is None else codes.shape[1] / codec.frame_rate
+        said = None if turn.text is None else tuple(turn.text)
+        text = None if said is None else tokenizer.decode(said)
+        out.append(Message("assistant", text, round(seconds, 3), codes=codes, tokens=said, task=task.name, cut=turn.cut))
+    return out
+
+
+# --- messages as a session's past -------------------------------------------------------------------------------------
+
+
+def read_history(history: History | None, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None = None) -> Past:
+    """Reads the history that a session is to start with, as messages or from a file. UserError: roles that do not alternate,
+    an empty message, ids or codes of another layout, sound of an answer without a codec that can encode it, or a bad file
+    (see `omni.generate.history`)."""
+    if history is None:
+        return (), 0
+    if isinstance(history, (str, os.PathLike)):
+        return load_conversation(Path(history), model, tokenizer)
+    read = [_message(message, number) for number, message in enumerate(history, 1)]
+    for number, message in enumerate(read, 1):
+        wanted = ROLES[1 - number % 2]
+        if message.role == "system":  # type: ignore[comparison-overlap]
+            raise UserError(f"history: message {number} is of role 'system'; leave it out, and give its text as system=...")
+        if message.role != wanted:
+            raise UserError(
+                f"history: message {number} is of role {message.role!r}, but questions ('user') and answers ('assistant') take "
+                f"turns, and {wanted!r} comes there"
+            )
+    if len(read) % 2:
+        raise UserError("history: the last message is a question without its answer; leave it out, and ask it")
+    turns = [_turn(read[i], read[i + 1], i + 1, model, tokenizer, codec) for i in range(0, len(read), 2)]
+    return turns, len(turns)
+
+
+def _message(message: Message | Mapping[str, Any], number: int) -> Message:
+    """Reads one message, its sound in any form; UserError where it has no content, or several sounds."""
+    if isinstance(message, Message):
+        return message
+    texts: list[str] = []
+    sounds: list[Any] = []
+    content = message.get("content")
+    if isinstance(content, str):
+        texts.append(content)
+    elif isinstance(content, (list, tuple)) and content and all(isinstance(p, Mapping) and "type" in p for p in content):
+        for part in content:
+            form = part["type"]
+            value = next((part[key] for key in (form, "audio", "path", "text") if part.get(key) is not None), None)
+            if form not in ("text", "audio") or value is None:
+                problem = f"has a part of type {form!r} that is no text and no audio; leave it out"
+                raise UserError(f"history: message {number} {problem}")
+            (texts if form == "text" else sounds).append(value)
+    elif content is not None:
+        sounds.append(content)
+    if not (texts or sounds):
+        raise UserError(f"history: message {number} has no content; give a text or sound")
+    if len(sounds) > 1:
+        raise UserError(f"history: message {number} has {len(sounds)} sounds; join them into one")
+    return Message(message["role"], "".join(map(str, texts)) if texts else None, audio=sounds[0] if sounds else None)
+
+
+def _turn(
+    question: Message, reply: Message, number: int, model: SpeechModel, tokenizer: Tokenizer, codec: AudioCodec | None
+) -> Asked:
+    """Joins a question and its answer as one turn."""
+    codes = reply.codes
+    if codes is None and reply.audio is not None:
+        codes = _encode(reply.audio, number + 1, codec)
+    spoken = question.audio is not None
+    if spoken and question.text is not None:
+        raise UserError(f"history: message {number} is a question of text and sound; give one of them")
+    silent = "A2" if spoken or reply.text is not None else "A1"  # T1A1 alone answers in sound without text
+    usual = f"{'A' if spoken else 'T'}1{silent if codes is not None else 'T2'}"
+    name = reply.task or question.task or usual
+    task = find_task(name if (find_task(name).question == "audio") == spoken else usual)  # else a text would be read as a path
+    try:
+        asked = read_question(question.text or "" if question.audio is None else question.audio, task, model.config, tokenizer)
+        if question.tokens is not None and not spoken:
+            ids = _ids(question.text or "", question.tokens, tokenizer)
+            asked = replace(asked, turn=replace(asked.turn, question=ids))
+        if task.audio:
+            codes = torch.zeros(model.layout.n_audio, 0, dtype=torch.long) if codes is None else codes.cpu().long()
+            model.layout.check_codes(codes)
+    except UserError as error:
+        raise UserError(f"history: message {number}: {error}") from error
+    text = _ids(reply.text or "", reply.tokens, tokenizer) if task.text else None
+    return replace(asked, turn=replace(asked.turn, text=text, codes=codes if task.audio else None, cut=reply.cut))
+
+
+def _ids(text: str, tokens: tuple[int, ...] | None, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The message's own ids, where this tokenizer decodes them to its text; else the tokenizer's ids of the text."""
+    if tokens is not None and tokenizer.decode(tokens) == text:
+        return tokens
+    return tuple(tokenizer.encode(text))
+
+
+def _encode(sound: Any, number: int, codec: AudioCodec | None) -> Tensor:
+    """Encodes an answer's sound, in any form that a question has, as frames [A, F]; samples without a rate have the codec's."""
+    if codec is None:
+        raise UserError(f"history: message {number} has sound, but the model has no codec to encode it; give its text alone")
+    try:
+        samples, rate = unwrap(sound, codec.sample_rate, "the answer")
+        return codec.encode(read_sound(samples, rate, codec.sample_rate, name="the answer"))
+    except UserError as error:
+        raise UserError(f"history: message {number}: {error}") from error
+
+
+FORMAT_VERSION = 1
+
+KEY = "conversation"
+
+
+def save_conversation(
+    path: str | os.PathLike[str], past: Sequence[Exchange], asked: int, model: SpeechModel, tokenizer: Tokenizer
+) -> Path:
+    """Write a conversation; the file appears when it is whole. UserError: the place cannot be written; what was there before
+    stays."""
+    tensors: dict[str, Tensor] = {}
+    turns = []
+    for number, exchange in enumerate(past):
+        turn = exchange.turn
+        parts = {"audio": exchange.clip, "codes": turn.codes, "question": turn.question or None, "text": turn.text}
+        for name, part in parts.items():
+            if part is not None:
+                tensor = part if isinstance(part, Tensor) else torch.tensor(tuple(part), dtype=torch.long)
+                tensors[f"turn.{number}.{name}"] = tensor.clone(memory_format=torch.contiguous_format)
+        texts = {"question": turn.question, "answer": turn.text}
+        said = {k: tokenizer.decode(ids) for k, ids in texts.items() if ids}
+        turns.append({"task": find_task(turn.task).name, "cut": turn.cut, **said})
+    head = {"format": FORMAT_VERSION, **_facts_of(model), "asked": asked, "turns": turns}
+    data = save(tensors, {KEY: json.dumps(head, ensure_ascii=False)})
+    try:
+        write_whole(path, data)
+    except OSError as error:
+        raise UserError(
+            f"the conversation cannot be written to {os.fspath(path)!r} ({error.strerror or error}); name a file in a folder "
+            "that is there and can be written"
+        ) from error
+    return Path(path)
+
+
+def load_conversation(path: Path, model: SpeechModel, tokenizer: Tokenizer) -> Past:
+    """Read a conversation. UserError: there is no such file, it is no conversation or of another version, of a model with
+    another layout, codec or tokenizer, or its contents contradict each other."""
+    head, tensors = _read(path)
+    if head.get("format") != FORMAT_VERSION:
+        raise UserError(f"{path}: format {head.get('format')!r} is unknown; this version reads format {FORMAT_VERSION}")
+    for name, own in _facts_of(model).items():
+        if head.get(name) != own:
+            other = f"codec {head.get(name)!r}, and this model's codec is {own!r}" if name == "codec" else f"another {name}"
+            raise UserError(f"{path} is a conversation with a model of {other}; go on with that model")
+    try:
+        turns = [_saved_turn(number, facts, tensors, model, tokenizer) for number, facts in enumerate(head["turns"])]
+        return turns, max(len(turns), int(head["asked"]))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} does not fit together ({error!r}); save the conversation again") from error
+
+
+def _saved_turn(
+    number: int, facts: dict[str, Any], tensors: dict[str, Tensor], model: SpeechModel, tokenizer: Tokenizer
+) -> Any:
+    """Reads one turn with its answer, with the checks of a question."""
+    own = {name: tensors.get(f"turn.{number}.{name}") for name in ("audio", "question", "text", "codes")}
+    task, layout = TASKS[facts["task"]], model.layout
+    ids = {name: None if (t := own[name]) is None else tuple(t.long().tolist()) for name in ("question", "text")}
+    for name, said in (("question", facts.get("question", "")), ("text", facts.get("answer", ""))):
+        tokens = ids[name] or ()
+        if any(not 0 <= token < layout.text.vocabulary for token in tokens) or tokenizer.decode(tokens) != said:
+            raise UserError(f"turn {number + 1}: its ids are another tokenizer's; go on with the model of the conversation")
+    question: Any = own["audio"] if task.question == "audio" else facts["question"]
+    if question is None:
+        raise UserError(f"turn {number + 1}: the sound of its question is missing; save the conversation again")
+    asked = read_question(question, task, model.config, tokenizer)
+    turn = asked.turn if task.question == "audio" else replace(asked.turn, question=ids["question"] or ())
+    text, codes = ids["text"], own["codes"]
+    if (text is None) is task.text or (codes is None) is task.audio:
+        raise UserError(f"turn {number + 1} is {task.name}, but its answer is of another kind; save the conversation again")
+    if codes is not None:
+        layout.check_codes(codes)
+    return replace(asked, turn=replace(turn, text=text, codes=codes, cut=facts.get("cut") is True))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The JSON of the header and the tensors; UserError where the file is no conversation."""
+    if not path.is_file():
+        raise UserError(f"{path} is no file; give the file of a conversation that session.save wrote")
+    try:
+        with safe_open(path, framework="pt") as file:
+            head = json.loads((file.metadata() or {}).get(KEY, "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(f"{path} is no saved conversation, or damaged ({error}); give what session.save wrote") from error
+    if not isinstance(head, dict):
+        raise UserError(f"{path} is no saved conversation; give what session.save wrote")
+    return head, tensors
+
+
+def _facts_of(model: SpeechModel) -> dict[str, Any]:
+    """Properties of the model that a conversation depends on, as plain data."""
+    layout = json.loads(json.dumps(asdict(model.layout)))
+    return {"codec": model.config.codec, "layout": layout}

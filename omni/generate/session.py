@@ -27,8 +27,8 @@ from omni.engine.answer import Pace, WhenFull, check_pace
 from omni.engine.listener import Link, Listener
 from omni.errors import EngineLost, UserError
 from omni.generate.answer_stream import AnswerStream, joined
+from omni.generate.history import History, Message
 from omni.generate.listening import TurnFrames
-from omni.generate.messages import History, Message
 from omni.generate.options import Keywords, SessionOptions, check_numbers, make_options
 from omni.generate.question import Asked, AudioSoFar, Coming, Listening, Question, Withdrawn, read_question, several
 from omni.generate.results import Answer, Clock, Ended, Event, Timings

@@ -36,7 +36,7 @@ from omni.engine.conversation import Conversation, LocalLink
 from omni.engine.engine import Engine
 from omni.engine.listener import Listener
 from omni.errors import UserError
-from omni.generate.messages import History, read_history
+from omni.generate.history import History, read_history
 from omni.generate.options import AnswerOptions, check_numbers, make_options
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
@@ -227,7 +227,7 @@ class SpeechLM(Sessions):
         except BaseException:
             stack.close()
             raise
-        LOG.debug("a session of %d positions starts, with %d earlier turns", length, len(past.turns))
+        LOG.debug("a session of %d positions starts, with %d earlier turns", length, len(past[0]))
         return conversation
 
     def _conversation(self, options: AnswerOptions, **own: Any) -> Conversation:

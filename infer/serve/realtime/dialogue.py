@@ -21,7 +21,7 @@ from infer.serve.realtime.configuration import Configuration
 from infer.serve.realtime.state import ContentPart, ConversationItem, SessionState
 from omni.errors import EngineLost, UserError
 from omni.generate.answer_stream import AnswerStream
-from omni.generate.messages import Message
+from omni.generate.history import Message
 
 BAD_MESSAGE = re.compile(r"history: message (\d+)\b")
 """The engine's error about a history: the number of the message that it cannot take."""

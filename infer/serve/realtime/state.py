@@ -27,7 +27,7 @@ from infer.serve.realtime.protocol import Event, Id, ProtocolError, filled, firs
 from infer.serve.settings import ServeSettings
 from infer.serve.telemetry import LOG, Metrics
 from infer.turns.vad import VoiceActivity
-from omni.generate.messages import Message
+from omni.generate.history import Message
 from omni.generate.question import longest
 
 CONTENT = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from omni.generate.answer_stream import AnswerStream
-    from omni.generate.messages import Message
+    from omni.generate.history import Message
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from infer.serve.realtime.state import from_base64
 from omni.audio.io import SAMPLE_RATE, opened
 from omni.audio.waveform import read_sound
 from omni.errors import UserError
-from omni.generate.messages import Message
+from omni.generate.history import Message
 
 MOST_MESSAGES = 4096
 

@@ -16,7 +16,7 @@ from infer.serve.app import create_app
 from infer.serve.host import EngineHost
 from infer.serve.rest.answers import KeptAnswers
 from infer.serve.settings import ServeSettings
-from omni.generate.messages import Message
+from omni.generate.history import Message
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.test_rest_audio import OPTIONS, at_24khz, read, wav
 from tests.infer.serve.test_rest_jobs import CHAT, KEYS, app, error_of, guarded, nothing_left, post, use
