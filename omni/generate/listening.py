@@ -23,7 +23,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,9 +169,8 @@ class FeatureStream:
         self._lock = threading.Lock()  # of whoever encodes
         self._data = threading.Lock()  # guards what waits
         self._pieces: list[Tensor] = []
-        self._waiting: deque[Tensor] = deque()
-        self._peeked: list[Tensor] = []
-        self._came = self.taken = self._beyond = 0  # samples; `_beyond` were peeked at
+        self._waiting = self._peeked = torch.zeros(0)
+        self.taken = 0
         self._stream: Any = None
         self._ahead: _Ahead | None = None
         self._frames: Tensor | None = None  # that do not fill a feature yet
@@ -183,11 +181,10 @@ class FeatureStream:
     @property
     def due(self) -> bool:
         """Whether a chunk waits to be encoded."""
-        if self.closed or self.lost:
-            return False
-        ahead = self._ahead
-        reached = self.taken if ahead is None else max(ahead.taken, self.taken)  # samples encoded, peeked ones included
-        return self._came - self.taken >= self.size or self._came + self._beyond - reached >= self.size
+        waiting, ahead = len(self._waiting), self._ahead
+        further = 0 if ahead is None else max(ahead.taken - self.taken, 0)  # samples that were encoded ahead
+        lacking = max(waiting, waiting + len(self._peeked) - further)
+        return lacking >= self.size and not (self.closed or self.lost)
 
     @property
     def sound(self) -> Tensor:
@@ -207,40 +204,34 @@ class FeatureStream:
 
     def push(self, samples: Tensor) -> None:
         """Take the next samples [S] at 16 kHz; they are kept, not copied."""
-        if not len(samples):
-            return
         with self._data:
             self._pieces.append(samples)
-            self._waiting.append(samples)
-            self._came += len(samples)
-            if self._beyond:  # they were peeked at before: what was made of others than these is dropped
-                peeked = torch.cat(self._peeked)
-                both = min(len(peeked), len(samples))
-                self._peeked, self._beyond = [peeked[both:]], len(peeked) - both
-                if not torch.allclose(peeked[:both], samples[:both], rtol=0, atol=1e-6):
-                    self._peeked, self._beyond, self._ahead = [], 0, None
-                    self._judged = self._encoded
+            self._waiting = torch.cat([self._waiting, samples])
+            both = min(len(self._peeked), len(samples))  # they were peeked at before
+            before, self._peeked = self._peeked[:both], self._peeked[both:]
+            if not torch.allclose(before, samples[:both], rtol=0, atol=1e-6):  # what was made of others is dropped
+                self._peeked, self._ahead = torch.zeros(0), None
+                self._judged = self._encoded
 
     def peek(self, samples: Tensor) -> None:
         """Take samples [S] behind all that came and was peeked at, which may not belong to the question; where they do, they
         are pushed too. Only the turn head hears them."""
         if self._listener is not None and len(samples) and not self._finished:
             with self._data:
-                self._peeked.append(samples)
-                self._beyond += len(samples)
+                self._peeked = torch.cat([self._peeked, samples])
 
     def forget_peeked(self) -> None:
         """The question has ended: what was peeked at is none of it."""
         with self._data:
             self._listener = None
-            self._peeked, self._beyond, self._ahead = [], 0, None
+            self._peeked, self._ahead = torch.zeros(0), None
 
     def advance(self) -> bool:
         """Encode the chunk that waits, unless another thread encodes; returns whether it did."""
         if not self.due or not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._came - self.taken >= self.size:
+            if len(self._waiting) >= self.size:
                 self._encode(self.size)
             else:
                 self._encode_ahead()
@@ -255,9 +246,9 @@ class FeatureStream:
             if not self._finished:
                 self._finished = True
                 if self.taken:
-                    self._encode(self._came - self.taken, last=True)
+                    self._encode(len(self._waiting), last=True)
                 self._stream = self._frames = self._ahead = None
-                self._waiting.clear()
+                self._waiting = torch.zeros(0)
             return None if self.lost else self.features
 
     def _begin(self) -> bool:
@@ -296,7 +287,7 @@ class FeatureStream:
         """The frames of what was encoded ahead, where all of it has come by now; None where the next chunk is to be encoded."""
         with self._data:
             ahead, self._ahead = self._ahead, None
-        if ahead is None or not self.taken < ahead.taken <= self._came:
+        if ahead is None or not 0 < ahead.taken - self.taken <= len(self._waiting):
             return None
         self._stream = ahead.stream
         self._next(ahead.taken - self.taken)
@@ -309,7 +300,7 @@ class FeatureStream:
             return
         with self._data:
             ahead = self._ahead or _Ahead(self._stream.copy(), self.taken)
-            samples = torch.cat([*self._waiting, *self._peeked])[ahead.taken - self.taken :][: self.size]
+            samples = torch.cat([self._waiting, self._peeked])[ahead.taken - self.taken :][: self.size]
             if len(samples) < self.size:  # they were dropped meanwhile
                 return
             self._ahead = ahead
@@ -334,14 +325,7 @@ class FeatureStream:
 
     def _next(self, samples: int) -> Tensor:
         """The next samples that wait, [samples]."""
-        taken, left = list[Tensor](), samples
         with self._data:
-            while left:
-                piece = self._waiting.popleft()
-                if len(piece) > left:
-                    self._waiting.appendleft(piece[left:])
-                    piece = piece[:left]
-                taken.append(piece)
-                left -= len(piece)
+            new, self._waiting = self._waiting[:samples], self._waiting[samples:]
             self.taken += samples
-        return torch.cat(taken) if taken else torch.zeros(0)
+        return new

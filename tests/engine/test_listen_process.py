@@ -144,7 +144,7 @@ def test_only_the_last_chunk_is_left_and_no_sound_is_sent_twice(left: list[int])
             while True:
                 (found,) = lm.engine.requests.listening()
                 stream = found.stream
-                if stream._came == len(question) and not (stream._lock.locked() or stream.due or found.ready):
+                if len(stream.sound) == len(question) and not (stream._lock.locked() or stream.due or found.ready):
                     break
                 assert time.monotonic() < end
                 time.sleep(0.001)

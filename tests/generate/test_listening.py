@@ -315,7 +315,7 @@ def test_it_is_answered_as_the_whole_chunks_that_came(where: str, left: list[int
             listening.push(piece)
             wait_until_heard(lm)
             if where != "here":
-                while lm.engine.requests.listening()[0].stream._came < 8_000 * number:
+                while lm.engine.requests.listening()[0].stream.sound.shape[0] < 8_000 * number:
                     pass
                 wait_until_heard(lm)
             heard = question[: 8_000 * number // SAMPLES * SAMPLES]
@@ -343,8 +343,7 @@ def test_the_engine_has_time_to_spare_only_while_nobody_needs_it() -> None:
         assert lm.engine.spare
         listening = listener_.listen()
         lm.engine.requests.listen = lambda given: None  # type: ignore[method-assign]
-        lm.engine.requests.listening()[0].stream._waiting.append(torch.zeros(SAMPLES))
-        lm.engine.requests.listening()[0].stream._came += SAMPLES
+        lm.engine.requests.listening()[0].stream._waiting = torch.zeros(SAMPLES)
         assert not lm.engine.spare  # somebody speaks who was not heard yet
         listening.drop()
         assert lm.engine.spare

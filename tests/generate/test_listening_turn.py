@@ -85,7 +85,7 @@ def test_what_is_peeked_at_is_judged_and_is_no_part_of_the_question(lm: SpeechLM
             listening.peek(piece)
         found = told(lm, listening, 112)
         (open_,) = lm.engine.requests.listening()
-        heard = torch.cat([open_.stream.sound, *open_.stream._peeked])
+        heard = torch.cat([open_.stream.sound, open_.stream._peeked])
         assert_near(found, of_the_whole(lm, heard), 1e-5)
         same(session.ask(listening).answer(), wanted)
 

@@ -118,7 +118,7 @@ def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, set
         while stream.due and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.05)
-        heard = torch.cat([stream.sound, *stream._peeked])
+        heard = torch.cat([stream.sound, stream._peeked])
         assert len(heard) / 16_000 > client.session.hearing.buffer.end - client.session.hearing._first - 0.15
         listener = TurnListener.of(host.engine.model)
         wanted = listener.probabilities(listener.encoder.stream().push(heard))
