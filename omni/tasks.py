@@ -210,7 +210,7 @@ def prompt(layout: Layout, turn: Turn) -> Columns:
         feature_index=torch.cat([none, index, none, none]),
         features=(turn.features,) if task.question == "audio" else (),
     )
-    return join([system_message(layout, turn.system), asked])
+    return join([system_message(layout, turn.system), asked]) if len(turn.system) else asked
 
 
 def answer(layout: Layout, turn: Turn) -> Columns:

@@ -247,8 +247,6 @@ def asked_by_clip(clip: Tensor, task: Task, config: ModelConfig, name: str = "th
 
 def read_system(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Token ids of a system message, the same in training and serving; none for a text of spaces alone."""
-    if not isinstance(text, str):
-        raise UserError(f"system is {text!r}; give a text, or an empty one for none")
     return tuple(tokenizer.encode(text.strip()))
 
 
