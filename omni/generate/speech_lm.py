@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -287,8 +286,7 @@ class SpeechLM(Sessions):
                 return session, session.lay_out(asked[n])
 
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
-            answers = answer_all(self.engine, [partial(session_of, n) for n in order], batch_size)
-        return [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
+            return answer_all(self.engine, order, session_of, batch_size)
 
     # --- edits --------------------------------------------------------------------------------------------------------
 
@@ -353,21 +351,24 @@ PART = 8
 """Where one of that many parts of the places is free, the next questions come in together."""
 
 
-def answer_all(engine: Engine, questions: Iterable[Callable[[], tuple[Session, Listener]]], at_once: int) -> list[Answer]:
-    """One answer per question, in their order; as some end, others take their places.
+def answer_all(
+    engine: Engine, order: Sequence[int], session_of: Callable[[int], tuple[Session, Listener]], at_once: int
+) -> list[Answer]:
+    """One answer per question, by their numbers; as some end, others take their places.
 
     Args:
-        questions: each gives its session and the question laid out in it.
+        order: numbers of the questions, as they are asked.
+        session_of: gives a question's session and the question laid out in it.
         at_once: number of questions that are answered at a time.
     """
-    todo, answers = deque(enumerate(questions)), {}
+    todo, answers = deque(order), {}
     under: dict[int, tuple[Session, Listener]] = {}
     ended, check = threading.Event(), _CHECK.get()
     try:
         while todo or under:
             free = at_once - len(under)
             if todo and (not under or free >= max(1, at_once // PART)):
-                new = {number: question() for number, question in (todo.popleft() for _ in range(min(free, len(todo))))}
+                new = {number: session_of(number) for number in (todo.popleft() for _ in range(min(free, len(todo))))}
                 under |= new
                 for _, answer in new.values():
                     answer.wake = partial(_set_at_end, answer, ended)

@@ -141,5 +141,5 @@ def test_questions_are_broken_off_between_two_looks(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(speech_lm, "CHECK_SECONDS", 0.01)
     with pytest.raises(BrokenOff), speech_lm.checked(check):
-        speech_lm.answer_all(engine, [lambda: (session, answer)] * 2, 2)  # type: ignore[list-item, return-value]
+        speech_lm.answer_all(engine, range(2), lambda n: (session, answer), 2)  # type: ignore[arg-type, return-value]
     assert len(closed) == 2
