@@ -19,7 +19,7 @@ from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequenc
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from omni.audio.io import SAMPLE_RATE
 from omni.config import ModelConfig
@@ -306,13 +306,13 @@ class Session(AbstractContextManager["Session"], AbstractAsyncContextManager["Se
                 self.link.tell("let_go", self.number, answer.number, answer.taken)
             answer.end(Ended("cancelled", Timings()))
 
-    def end(self, answer: Listener, message: str, *interrupted: Any) -> None:
-        """Have the delivered part of an answer put into the history (`settle`), or cut there (`interrupt`), or continue as if
-        its question had not been asked (`withdraw`); its iterator gives no more of it."""
+    def end(self, answer: Listener, message: Literal["settle", "withdraw"], *delivered: Any) -> None:
+        """Have the delivered part of an answer put into the history, or what was heard and seen of it (`settle`), or continue
+        as if its question had not been asked (`withdraw`); its iterator gives no more of it."""
         with self._lock:
             answer.quiet()
             try:
-                ended = self.link.request(message, self.number, answer.number, answer.taken, *interrupted)
+                ended = self.link.request(message, self.number, answer.number, answer.taken, *delivered)
             except EngineLost as error:
                 if answer.settled:
                     raise
