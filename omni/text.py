@@ -65,8 +65,9 @@ class Tokenizer:
         if most is not None and len(text) > 4 * most:
             longest = max(map(len, self.inner.get_vocab(with_added_tokens=True)), default=1)
             if len(text) > 4 * most * longest:
-                few = f"more than the model's {most} positions can hold"
-                raise RoomError(f"the text has {len(text)} characters, {few}: shorten it")
+                raise RoomError(
+                    f"the text has {len(text)} characters, more than the model's {most} positions can hold: shorten it"
+                )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from omni.tasks import Task, find_task
 
 if TYPE_CHECKING:
     from omni.engine.listener import Listener
-    from omni.generate.session import Session
 
 
 def joined(events: Iterable[Event]) -> tuple[str, Tensor, Ended]:
@@ -54,6 +53,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
     taken.
 
     Args:
+        session: an `omni.generate.session.Session`.
         question: as for `Session.ask`.
         ends_session: end the session with the answer.
 
@@ -62,7 +62,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
     """
 
     def __init__(
-        self, session: Session, question: Any, task: Task | str, sample_rate: int, seed: int | None, ends_session: bool = False
+        self, session: Any, question: Any, task: Task | str, sample_rate: int, seed: int | None, ends_session: bool = False
     ) -> None:
         self._session, self._question, self._task = session, question, task
         self._rate, self._seed, self._ends_session = sample_rate, seed, ends_session
@@ -114,7 +114,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
 
     def answer(self) -> Answer:
         """Wait for the whole answer, of which no event was taken; `Answer.error` says so where it broke."""
-        return self._session.whole([*self], self.running)
+        return cast(Answer, self._session.whole([*self], self.running))
 
     # --- an asynchronous one ------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
         await asyncio.to_thread(self._session.begin, running)
 
     def _listen(self) -> Listening:
-        listening = self._session.begin_reading(self._task, self._rate)  # in a thread, as `_read`
+        listening: Listening = self._session.begin_reading(self._task, self._rate)  # in a thread, as `_read`
         with self._guard:
             self._incoming = listening
             if not self._over:
@@ -196,7 +196,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
 
     def _read(self) -> Listener:
         # in a thread, which goes on where the task is cancelled meanwhile
-        running = self._session.read(self._question, self._task, self._rate, self._seed, lambda: self._over)
+        running: Listener = self._session.read(self._question, self._task, self._rate, self._seed, lambda: self._over)
         with self._guard:
             self.running = running
             if not self._over:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +36,6 @@ from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Task, Turn, find_task, prompt
 from omni.text import Tokenizer
 from omni.utils.remote import refuse_remote
-
-if TYPE_CHECKING:
-    from omni.generate.session import Session
 
 
 class Withdrawn(Exception):
@@ -280,6 +277,7 @@ class Listening:
     """The sound of one question; `Session.listen` makes it, and `ask` of the session takes it as a question.
 
     Args:
+        session: an `omni.generate.session.Session`.
         task: that it is going to be asked as; another is taken, and encoded again where the projector is gated by task.
         turn: have the model's turn head hear where it ends.
 
@@ -287,7 +285,7 @@ class Listening:
         turn: the turn head's probabilities of its frames; None without one, or where the whole is encoded at once.
     """
 
-    def __init__(self, session: Session, task: Task | str, sample_rate: Any, turn: bool = False) -> None:
+    def __init__(self, session: Any, task: Task | str, sample_rate: Any, turn: bool = False) -> None:
         self.task = find_task(task)
         if self.task.question == "text":
             raise UserError(
@@ -400,7 +398,7 @@ class Listening:
                 raise UserError(f"the projector is gated by task, and this sound is heard for {self.task.name}; ask its sound")
             return Asked(Turn(task), None, heard=(self.session.number, self._sound))
 
-    def asked(self, session: Session, task: Task) -> Asked:
+    def asked(self, session: Any, task: Task) -> Asked:
         """The question that the sound is; more is not taken afterwards. UserError: there was no sound, it was dropped, it is
         another session's."""
         with self._lock:
