@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.text import Text
 from infer.chat.connection import LocalConnection, ServerConnection
 from infer.chat.devices import find_device, load_sounddevice, show_devices
 from infer.chat.streams import Loudspeaker, MicrophoneInput
-from infer.chat.talk import SETTINGS, ChatFolder, SpokenChat
+from infer.chat.talk import SETTINGS, SpokenChat
 from infer.chat.terminal import ChatScreen, interruptions, keys
 from infer.loading import cpu_threads, load, warm_up
 from infer.options import ChatOptions
@@ -46,6 +47,9 @@ def chat(options: ChatOptions) -> bool:
         connection, most = connect(options, settings, events.put, screen, stack)
         stack.callback(connection.close)
         connection.send({"type": "session.update", "event_id": SETTINGS, "session": settings})
+        folder = None if options.save is None else Path(options.save)
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
         talk = SpokenChat(
             events,
             connection,
@@ -54,7 +58,7 @@ def chat(options: ChatOptions) -> bool:
             pressed=options.turn_detection == "none",
             transcribed=options.transcribe,
             longest=most,
-            folder=None if options.save is None else ChatFolder(options.save),
+            folder=folder,
         )
         loudspeaker = Loudspeaker(sound, target, events.put)
         stack.callback(loudspeaker.close)

@@ -34,25 +34,19 @@ class MicrophoneBlock(NamedTuple):
     lost: bool
 
 
-class Lost(NamedTuple):
-    """A device is gone."""
-
-    kind: Kind
-
-
 class SoundStream:
     """A stream of 16-bit samples on a device, in one channel at `PCM_RATE`, or else at the device's own rate, or else in two
     channels; UserError where the device takes none of these.
 
     Args:
         callback: of PortAudio, called in a thread of its own.
-        deliver: called there with `Lost` when the device is gone.
+        deliver: called there with this stream when its device is gone.
     """
 
     def __init__(
         self, sound: Any, device: SoundDevice, kind: Kind, callback: Callable[..., None], deliver: Callable[[Any], None]
     ) -> None:
-        self.sound, self.device, self.kind, self._deliver = sound, device, kind, deliver
+        self.sound, self.device, self.kind = sound, device, kind
         self._stopping = False
         make = sound.RawInputStream if kind == "input" else sound.RawOutputStream
         channel_counts, refusals = range(1, min(device.channels(kind), 2) + 1), []
@@ -65,7 +59,7 @@ class SoundStream:
                     device=device.index,
                     latency=LATENCY,
                     callback=callback,
-                    finished_callback=self._finished,
+                    finished_callback=lambda: None if self._stopping else deliver(self),
                 )
             except sound.PortAudioError as error:
                 refusals.append(f"{rate} Hz in {channels} channel{'s' * (channels > 1)}: {' '.join(str(error).split())}")
@@ -86,10 +80,6 @@ class SoundStream:
             self._stream.start()
         except self.sound.PortAudioError as error:
             raise self._refused("started", " ".join(str(error).split())) from error
-
-    def _finished(self) -> None:
-        if not self._stopping:
-            self._deliver(Lost(self.kind))
 
     def lost_error(self) -> UserError:
         """The error of a device that is gone."""
@@ -115,7 +105,6 @@ class Loudspeaker(SoundStream):
         self._queue = SampleQueue()
         self._taken = 0  # samples of the answer that the device has got
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=512)  # when heard, first sample, samples
-        self._whole = False
         self._gain = self._wanted = 1.0  # of the last sample, and from the next on
         self._last_time = 0.0
         super().__init__(sound, device, "output", self._fill, deliver)
@@ -126,7 +115,7 @@ class Loudspeaker(SoundStream):
         with self._lock:
             self._queue.clear()
             self._marks.clear()
-            self._taken, self._whole = 0, False
+            self._taken = 0
         self._gain = self._wanted = 1.0
         self._resampler = Resampler(PCM_RATE, self._rate)
         if not self._stream.active:
@@ -144,7 +133,6 @@ class Loudspeaker(SoundStream):
         """The answer has no more samples."""
         with self._lock:
             self._queue.push(self._resampler.finish())
-            self._whole = True
 
     def duck(self, on: bool) -> None:
         """Be softer, or as loud as before, from the next samples on."""
@@ -176,11 +164,6 @@ class Loudspeaker(SoundStream):
         with self._lock:
             return bool(self._queue.count) or self._played(now) < self._taken
 
-    @property
-    def done(self) -> bool:
-        """Whether all of the answer was heard."""
-        return self._whole and not self.waits
-
     def stop(self) -> float:
         """Be silent at once; returns the seconds of the answer that were heard."""
         self._stopping = True
@@ -190,7 +173,6 @@ class Loudspeaker(SoundStream):
             self._queue.clear()
             self._marks.clear()
             self._marks.append((now, self._taken, 0))
-            self._whole = True
         with contextlib.suppress(self.sound.PortAudioError):  # the device is gone
             self._stream.abort()
         return self._taken / self._rate
@@ -214,11 +196,11 @@ class MicrophoneInput(SoundStream):
     """Records until it is closed; delivers a `MicrophoneBlock` for each block, in PortAudio's thread."""
 
     def __init__(self, sound: Any, device: SoundDevice, deliver: Callable[[Any], None]) -> None:
-        super().__init__(sound, device, "input", self._take, deliver)
-        self._resampler = Resampler(self._rate, PCM_RATE)
+        def take(data: Any, frames: int, time: Any, status: Any) -> None:
+            deliver(MicrophoneBlock(np.frombuffer(bytes(data), np.int16), bool(status.input_overflow)))
 
-    def _take(self, data: Any, frames: int, time: Any, status: Any) -> None:
-        self._deliver(MicrophoneBlock(np.frombuffer(bytes(data), np.int16), bool(status.input_overflow)))
+        super().__init__(sound, device, "input", take, deliver)
+        self._resampler = Resampler(self._rate, PCM_RATE)
 
     def samples(self, raw: np.ndarray) -> np.ndarray:
         """The samples [S] of the next block that was delivered: two channels are averaged, another rate is resampled."""

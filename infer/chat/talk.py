@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from infer.chat.connection import LocalConnection, ServerConnection
-from infer.chat.streams import Lost, Loudspeaker, MicrophoneBlock, MicrophoneInput
+from infer.chat.streams import Loudspeaker, MicrophoneBlock, MicrophoneInput, SoundStream
 from infer.chat.terminal import ChatScreen, Key
 from infer.options import in_options, on_one_line
 from infer.pcm import PCM_RATE
@@ -72,6 +72,7 @@ class SpokenChat:
         pressed: a key begins and ends questions.
         transcribed: transcripts of questions are shown.
         longest: seconds of the longest question, where that is known.
+        folder: gets `question-1.wav`, `answer-1.wav`, ..., and the conversation.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SpokenChat:
         pressed: bool,
         transcribed: bool = False,
         longest: float = math.inf,
-        folder: ChatFolder | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._events, self._connection, self._screen, self._folder = events, connection, screen, folder
         self._barge_in, self._pressed, self._transcribed = barge_in, pressed, transcribed
@@ -127,8 +128,8 @@ class SpokenChat:
                 handler(self, event)
         elif isinstance(event, SoundWarning):  # a reason to doubt a question
             self._screen.tell(f"warning: {on_one_line(str(event))}")
-        elif isinstance(event, Lost):
-            raise (self._microphone if event.kind == "input" else self._loudspeaker).lost_error()
+        elif isinstance(event, SoundStream):
+            raise event.lost_error()
         elif isinstance(event, Exception):
             raise event
         else:
@@ -143,7 +144,7 @@ class SpokenChat:
             self._drop_question()
             self._stop_answer("left")
         finally:
-            self._connection.close(None if self._folder is None else self._folder.path / "conversation.safetensors")
+            self._connection.close(None if self._folder is None else self._folder / "conversation.safetensors")
 
     # --- the microphone -----------------------------------------------------------------------------------------------
 
@@ -192,13 +193,14 @@ class SpokenChat:
 
     # --- the question -------------------------------------------------------------------------------------------------
 
-    def _speech_started(self, event: Event) -> None:
+    def _speech(self, event: Event) -> None:
+        """A question begins or ends."""
+        if "audio_end_ms" in event:
+            self._hearing, self._seconds = False, (event["audio_end_ms"] - self._began) / 1000
+            return
         self._stop_answer("interrupted")
         self._hearing, self._began = True, event["audio_start_ms"]
         self._screen.doing("hearing you")
-
-    def _speech_stopped(self, event: Event) -> None:
-        self._hearing, self._seconds = False, (event["audio_end_ms"] - self._began) / 1000
 
     def _committed(self, event: Event) -> None:
         """A question is whole."""
@@ -220,12 +222,9 @@ class SpokenChat:
         sound = "".join(part.get("audio") or "" for part in item["content"])
         number = self._items.pop(item["id"])
         if self._folder is not None and sound:
-            self._folder.write(f"question-{number}.wav", [np.frombuffer(base64.b64decode(sound), "<i2")])
+            write_sound(self._folder / f"question-{number}.wav", [np.frombuffer(base64.b64decode(sound), "<i2")])
         elif self._folder is not None:
             self._screen.tell(f"warning: question {number} is not saved: the server gives no sound of that length back")
-
-    def _no_transcript(self, event: Event) -> None:
-        self._screen.tell(f"warning: no transcript: {in_options(event['error'].get('message', ''))}")
 
     def _end_question(self) -> None:
         """Ask what came between two presses, where that is enough."""
@@ -252,26 +251,20 @@ class SpokenChat:
         else:  # its question was dropped meanwhile
             self._send("response.cancel", response_id=event["response"]["id"])
 
-    def _heard(self, event: Event) -> PlayedAnswer | None:
-        """The answer that an event belongs to; None where nobody hears it any more."""
-        return self._answer if self._answer is not None and self._answer.response == event["response_id"] else None
-
-    def _item_added(self, event: Event) -> None:
-        if (answer := self._heard(event)) is not None:
-            answer.item = event["item"]["id"]
-
-    def _text(self, event: Event) -> None:
-        if (answer := self._heard(event)) is not None:
-            answer.texts.append((event["delta"], answer.seconds))
-
-    def _sound(self, event: Event) -> None:
-        answer = self._heard(event)
-        if answer is None:
+    def _output(self, event: Event) -> None:
+        """A part of an answer comes: its item, text or sound; that of one that nobody hears any more is dropped."""
+        answer = self._answer
+        if answer is None or answer.response != event["response_id"]:
             return
-        if answer.first is None:
-            answer.first = time.monotonic() - answer.asked
-        answer.pieces.append(np.frombuffer(base64.b64decode(event["delta"]), "<i2"))
-        self._loudspeaker.write(answer.pieces[-1].astype(np.float32) / 32768)
+        if "item" in event:
+            answer.item = event["item"]["id"]
+        elif event["type"] == "response.output_audio.delta":
+            if answer.first is None:
+                answer.first = time.monotonic() - answer.asked
+            answer.pieces.append(np.frombuffer(base64.b64decode(event["delta"]), "<i2"))
+            self._loudspeaker.write(answer.pieces[-1].astype(np.float32) / 32768)
+        else:
+            answer.texts.append((event["delta"], answer.seconds))
 
     def _done(self, event: Event) -> None:
         response, answer = event["response"], self._answer
@@ -311,7 +304,7 @@ class SpokenChat:
             self._screen.doing("speaking", f"{played:.1f} s; {way}")
         while answer.texts and answer.pieces and answer.texts[0][1] <= played:
             self._screen.show(answer.texts.popleft()[0])
-        if answer.over and self._loudspeaker.done:
+        if answer.over and not self._loudspeaker.waits:
             for text, _ in answer.texts:
                 self._screen.show(text)
             first = "" if answer.first is None else f", first audio {answer.first * 1e3:.0f} ms"
@@ -329,7 +322,7 @@ class SpokenChat:
         """Note an answer that is over; `played` is how much of it was heard, where that was not all."""
         self._answer = None
         if self._folder is not None:
-            self._folder.write(f"answer-{answer.number}.wav", answer.pieces, played)
+            write_sound(self._folder / f"answer-{answer.number}.wav", answer.pieces, played)
         self._screen.answered(note)
 
     def _stop_answer(self, reason: str) -> None:
@@ -368,17 +361,19 @@ class SpokenChat:
 
 
 HANDLERS: dict[str, Callable[[SpokenChat, Event], None]] = {
-    "input_audio_buffer.speech_started": SpokenChat._speech_started,
-    "input_audio_buffer.speech_stopped": SpokenChat._speech_stopped,
+    "input_audio_buffer.speech_started": SpokenChat._speech,
+    "input_audio_buffer.speech_stopped": SpokenChat._speech,
     "input_audio_buffer.committed": SpokenChat._committed,
     "conversation.item.retrieved": SpokenChat._retrieved,
     "conversation.item.input_audio_transcription.completed": lambda chat, event: chat._screen.you(event["transcript"].strip()),
-    "conversation.item.input_audio_transcription.failed": SpokenChat._no_transcript,
+    "conversation.item.input_audio_transcription.failed": lambda chat, event: chat._screen.tell(
+        f"warning: no transcript: {in_options(event['error'].get('message', ''))}"
+    ),
     "response.created": SpokenChat._created,
-    "response.output_item.added": SpokenChat._item_added,
-    "response.output_text.delta": SpokenChat._text,
-    "response.output_audio_transcript.delta": SpokenChat._text,
-    "response.output_audio.delta": SpokenChat._sound,
+    "response.output_item.added": SpokenChat._output,
+    "response.output_text.delta": SpokenChat._output,
+    "response.output_audio_transcript.delta": SpokenChat._output,
+    "response.output_audio.delta": SpokenChat._output,
     "response.done": SpokenChat._done,
     "error": SpokenChat._failed,
     "omni.ducked": lambda chat, event: chat._loudspeaker.duck(event["active"]),
@@ -386,16 +381,9 @@ HANDLERS: dict[str, Callable[[SpokenChat, Event], None]] = {
 """Handlers of the server's events, by type."""
 
 
-class ChatFolder:
-    """Writes `question-1.wav`, `answer-1.wav`, ... into a new folder; UserError where it cannot."""
-
-    def __init__(self, folder: str) -> None:
-        self.path = Path(folder)
-        self.path.mkdir(exist_ok=True)
-
-    def write(self, name: str, pieces: Sequence[np.ndarray], seconds: float | None = None) -> None:
-        """Write samples [S] each, int16 at `PCM_RATE`, of an answer as far as it was heard; no file where there are none."""
-        sound = np.concatenate([np.zeros(0, np.int16), *pieces])
-        sound = sound if seconds is None else sound[: round(seconds * PCM_RATE)]
-        if len(sound):
-            write_audio(self.path / name, torch.from_numpy(sound.astype(np.float32) / 32768), PCM_RATE)
+def write_sound(file: Path, pieces: Sequence[np.ndarray], seconds: float | None = None) -> None:
+    """Write samples [S] each, int16 at `PCM_RATE`, of an answer as far as it was heard; no file where there are none."""
+    sound = np.concatenate([np.zeros(0, np.int16), *pieces])
+    sound = sound if seconds is None else sound[: round(seconds * PCM_RATE)]
+    if len(sound):
+        write_audio(file, torch.from_numpy(sound.astype(np.float32) / 32768), PCM_RATE)
