@@ -12,7 +12,7 @@ import signal
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,32 +37,24 @@ if TYPE_CHECKING:
 JSON, PICTURE, ALL = "balance.json", "balance.png", "all"
 
 
-@dataclass(frozen=True)
-class ExperimentCounts:
-    """Right answers and questions by method, seed and task: `counts[method][task]` is [S, 2], in the order of the seeds."""
+Counts = Mapping[str, Mapping[str, "np.ndarray"]]
+"""Right answers and questions [S, 2] by method and task, in the order of the S seeds."""
+Figures = Mapping[str, Mapping[str, tuple["Figure", "Figure"]]]
+"""Exact match by method and task, and that minus the first method's, with intervals."""
 
-    seeds: tuple[int, ...]
-    counts: Mapping[str, Mapping[str, np.ndarray]]
 
-    @property
-    def methods(self) -> list[str]:
-        return list(self.counts)
+def measure(counts: Counts) -> Figures:
+    """The figures of a comparison."""
+    from train.eval.measures import difference, figure
 
-    @property
-    def tasks(self) -> list[str]:
-        return list(self.counts[self.methods[0]])
-
-    def share(self, method: str, task: str) -> Figure:
-        """Exact match of a method on a task, with its interval."""
-        from train.eval.measures import figure
-
-        return figure("exact_match", self.counts[method][task])
-
-    def gain(self, method: str, task: str) -> Figure:
-        """Exact match of a method on a task minus that of the first method, with its interval."""
-        from train.eval.measures import difference
-
-        return difference("exact_match", self.counts[self.methods[0]][task], self.counts[method][task])
+    first = next(iter(counts.values()))
+    return {
+        method: {
+            task: (figure("exact_match", table), difference("exact_match", first[task], table))
+            for task, table in by_task.items()
+        }
+        for method, by_task in counts.items()
+    }
 
 
 def variant(config: FitConfig, method: str, seed: int, out: Path) -> FitConfig:
@@ -88,7 +80,7 @@ def compare(
     out: Path,
     run: Callable[[FitConfig], Any],
     say: Callable[[str], None] = print,
-) -> ExperimentCounts:
+) -> Counts:
     """Trains all runs, seed after seed; one that is finished is not trained again. UserError where a run asked no questions,
     SystemExit where a signal stopped one."""
     import numpy as np
@@ -104,9 +96,7 @@ def compare(
         right, asked = counts[method, seed][ALL]
         say(f"{method}, seed {seed}: {right:.0f} of {asked:.0f} right")
     tasks = list(next(iter(counts.values())))
-    return ExperimentCounts(
-        tuple(seeds), {m: {task: np.stack([counts[m, s][task] for s in seeds]) for task in tasks} for m in methods}
-    )
+    return {m: {task: np.stack([counts[m, s][task] for s in seeds]) for task in tasks} for m in methods}
 
 
 def answered(folder: Path) -> dict[str, np.ndarray]:
@@ -126,44 +116,39 @@ def answered(folder: Path) -> dict[str, np.ndarray]:
     return dict(sorted(counts.items(), key=lambda item: item[0] == ALL))
 
 
-def write(experiment: ExperimentCounts, out: Path) -> None:
+def write(counts: Counts, figures: Figures, seeds: Sequence[int], out: Path) -> None:
     """Writes all figures as JSON, and the picture: exact match of every method by task, a point for each seed, and all together
     with the interval."""
-    first, methods = experiment.methods[0], dict[str, dict[str, Any]]()
-    for method, by_task in experiment.counts.items():
+    first, methods = next(iter(counts)), dict[str, dict[str, Any]]()
+    for method, by_task in figures.items():
         methods[method] = {
-            task: {
-                "exact_match": asdict(experiment.share(method, task)),
-                f"more_than_{first}": asdict(experiment.gain(method, task)),
-                "by_seed": counts.tolist(),
-            }
-            for task, counts in by_task.items()
+            task: {"exact_match": asdict(own), f"more_than_{first}": asdict(more), "by_seed": counts[method][task].tolist()}
+            for task, (own, more) in by_task.items()
         }
-    write_json(out / JSON, {"seeds": experiment.seeds, "methods": methods})
+    write_json(out / JSON, {"seeds": list(seeds), "methods": methods})
     with drawn(out / PICTURE, size=(8, 4)) as axes:
-        axis, room = axes[0, 0], 0.8 / len(experiment.methods)
-        for i, method in enumerate(experiment.methods):
-            for j, task in enumerate(experiment.tasks):
-                x, of = j - 0.4 + room * (i + 0.5), experiment.counts[method][task]
-                whole = experiment.share(method, task)
-                axis.bar(x, whole.value, 0.9 * room, color=f"C{i}", alpha=0.35, label=method if j == 0 else None)
-                axis.vlines(x, whole.low, whole.high, color=f"C{i}", linewidth=2)
+        axis, room, tasks = axes[0, 0], 0.8 / len(counts), list(counts[first])
+        for i, (method, by_task) in enumerate(figures.items()):
+            for j, (task, (own, _)) in enumerate(by_task.items()):
+                x, of = j - 0.4 + room * (i + 0.5), counts[method][task]
+                axis.bar(x, own.value, 0.9 * room, color=f"C{i}", alpha=0.35, label=method if j == 0 else None)
+                axis.vlines(x, own.low, own.high, color=f"C{i}", linewidth=2)
                 axis.plot([x] * len(of), of[:, 0] / of[:, 1], "o", color=INK, markersize=3)
-        axis.set_xticks(range(len(experiment.tasks)), experiment.tasks)
+        axis.set_xticks(range(len(tasks)), tasks)
         axis.set(ylim=(0, 1.03), ylabel="exact match, held out")
-        axis.set_title(f"balance of the tasks: {len(experiment.seeds)} seeds, equal steps")
+        axis.set_title(f"balance of the tasks: {len(seeds)} seeds, equal steps")
 
 
-def shown(experiment: ExperimentCounts) -> tuple[str, tuple[str, ...], list[list[str]]]:
+def shown(figures: Figures, seeds: int) -> tuple[str, tuple[str, ...], list[list[str]]]:
     """The figures as a table: title, columns, rows."""
-    first, rows = experiment.methods[0], []
-    for task, method in product(experiment.tasks, experiment.methods):
-        own, more = experiment.share(method, task), experiment.gain(method, task)
+    first, rows = next(iter(figures)), []
+    for task, method in product(figures[first], figures):
+        own, more = figures[method][task]
         points = [f"{100 * more.value:+.1f} points", f"{100 * more.low:+.1f} to {100 * more.high:+.1f} points"]
         own_points = [percent(own.value), f"{percent(own.low)} to {percent(own.high)}"]
         rows.append([task, method, *own_points, *(["", ""] if method == first else points)])
     columns = ("task", "method", "exact match", "95 % by seeds", f"more than {first}", "95 %, paired")
-    return f"exact match, held out, {len(experiment.seeds)} seeds", columns, rows
+    return f"exact match, held out, {seeds} seeds", columns, rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -192,9 +177,10 @@ def main(argv: Sequence[str]) -> int:
     with importing():
         from train.trainer.build import fit
 
-    out = Path(options.out)
-    experiment = compare(config, methods, range(options.first_seed, options.first_seed + options.seeds), out, fit)
-    write(experiment, out)
-    print_table(*shown(experiment))
+    out, seeds = Path(options.out), range(options.first_seed, options.first_seed + options.seeds)
+    counts = compare(config, methods, seeds, out, fit)
+    figures = measure(counts)
+    write(counts, figures, seeds, out)
+    print_table(*shown(figures, len(seeds)))
     print(f"{out / JSON}\n{out / PICTURE}")
     return 0

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.commands.balance import ALL, JSON, PICTURE, answered, compare, main, shown, variant, write
+from train.commands.balance import ALL, JSON, PICTURE, answered, compare, main, measure, shown, variant, write
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.trainer.validation import ANSWERS
@@ -45,17 +45,17 @@ def test_runs_differ_in_method_and_seed_only(tmp_path: Path) -> None:
         (method, "mean", seed, seed) for seed in (1, 2, 3) for method in ("equal", "upgrad")
     ]
     assert len({c.run_folder for c in made}) == 6 and len({c.budget for c in made}) == 1
-    assert found.tasks == ["A1T1", "T1A2", ALL]
-    assert found.counts["upgrad"]["A1T1"].tolist() == [[5, 10], [6, 10], [7, 10]]
-    gain = found.gain("upgrad", "A1T1")
+    assert list(found["equal"]) == ["A1T1", "T1A2", ALL]
+    assert found["upgrad"]["A1T1"].tolist() == [[5, 10], [6, 10], [7, 10]]
+    figures = measure(found)
+    gain, share = figures["upgrad"]["A1T1"][1], figures["equal"]["A1T1"][0]
     assert (gain.value, gain.low, gain.high) == pytest.approx((0.4, 0.4, 0.4))  # paired by seed: the same each time
-    share = found.share("equal", "A1T1")
     assert share.value == pytest.approx(0.2) and 0.1 <= share.low < share.value < share.high <= 0.3
-    write(found, tmp_path)
+    write(found, figures, [1, 2, 3], tmp_path)
     data = json.loads((tmp_path / JSON).read_text())
     assert data["methods"]["upgrad"][ALL]["more_than_equal"]["value"] == pytest.approx(0.2)
     assert (tmp_path / PICTURE).stat().st_size > 5000
-    _, _, rows = shown(found)
+    _, _, rows = shown(figures, 3)
     assert len(rows) == 6
     assert [row[2] for row in rows[:2]] == ["20.0 %", "60.0 %"] and rows[1][4] == "+40.0 points"
 
