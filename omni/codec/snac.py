@@ -32,7 +32,7 @@ import hashlib
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,14 @@ class SnacCodec(NetworkCodec):
 
     def __init__(self, model: Any, device: str | torch.device = "cpu") -> None:
         """Takes over a `SNAC` model of the package: folds its weight norms and replaces its decoder by a streamed one."""
+        from snac.layers import DecoderBlock
+
         for module in list(model.modules()):
             if parametrize.is_parametrized(module, "weight"):
                 parametrize.remove_parametrizations(module, "weight")
         self._model = model.eval().requires_grad_(False).to(device, torch.float32)
-        layers = [_layer(module, number) for number, module in enumerate(_flat(self._model.decoder.model))]
+        groups = [stage.block if isinstance(stage, DecoderBlock) else [stage] for stage in self._model.decoder.model]
+        layers = [_layer(module, number) for number, module in enumerate(itertools.chain(*groups))]
         self.strides: tuple[int, ...] = tuple(self._model.vq_strides)
         self._decoder = Network(layers, self.strides[0])
         del self._model.decoder
@@ -170,14 +173,6 @@ def _build(config: dict[str, Any]) -> nn.Module:
         except ImportError as error:
             raise PackageError('SNAC needs the package snac: pip install "omni-speech[snac]"') from error
     return SNAC(**config)
-
-
-def _flat(model: Any) -> Iterator[nn.Module]:
-    """The package's modules in order, with the blocks of the upsampling stages flattened."""
-    from snac.layers import DecoderBlock
-
-    for module in model:
-        yield from module.block if isinstance(module, DecoderBlock) else [module]
 
 
 def _layer(module: Any, number: int) -> Layer:

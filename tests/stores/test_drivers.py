@@ -11,7 +11,7 @@ import pytest
 
 from omni.errors import PackageError, UserError
 from omni.stores import drivers, tries
-from omni.stores.drivers import StoredObject, list_objects, look_up, look_up_all, read_range, write_object
+from omni.stores.drivers import list_objects, look_up, look_up_all, read_range, write_object
 from omni.stores.tries import ChangedError, MissingError, may_pass, tried
 from tests.stores.web import web
 
@@ -233,7 +233,3 @@ def test_files_of_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"/d/c\?… cannot be read: Cannot connect to host .*, 6 times") as failed:
         look_up("http://127.0.0.1:9/d/c?signature=secret")
     assert "secret" not in str(failed.value)
-
-
-def test_an_object_is_told_by_its_address() -> None:
-    assert str(StoredObject("https://x.org/a?key=1", 1)) == "https://x.org/a?…"
