@@ -319,12 +319,6 @@ def address_of(folder: Path) -> str:
     return f"{join(address, inner).rstrip('/')}/"
 
 
-def check_pointers(path: str | os.PathLike[str]) -> None:
-    """StoreError where a folder with pointer files, or the one that a file is in, is not in the cache any more."""
-    if not has_pointers(path):
-        raise StoreError(f"{path} was removed from the cache while it was read: run the same command again")
-
-
 def has_pointers(path: str | os.PathLike[str]) -> bool:
     """Whether a folder, or the one that a file is in, was brought with pointer files."""
     file = os.fspath(path)

@@ -215,21 +215,15 @@ def test_damage_is_not_made_valid(pair: tuple[Path, Path]) -> None:
     assert sorted(p.name for p in file.parent.parent.iterdir()) == ["int8", "model"]
 
 
-def test_adapters_come_along(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    shutil.copytree(pair[0], whole)
-    (whole / "adapters" / "slt").mkdir(parents=True)
-    (whole / "adapters" / "slt" / "adapter_config.json").write_text("{}")
-    quantize_folder(whole, tmp_path / "int8")
-    assert (tmp_path / "int8" / "adapters" / "slt" / "adapter_config.json").read_text() == "{}"
-
-
-def test_other_files_come_along(pair: tuple[Path, Path]) -> None:
-    (pair[0] / "codec").mkdir()
-    (pair[0] / "codec" / "config.json").write_text("{}")
-    quantize_folder(pair[0], pair[0].parent / "new")
-    assert (pair[0].parent / "new" / "codec" / "config.json").read_text() == "{}"
-    assert "codec/config.json" in json.loads((pair[0].parent / "new" / CONFIG).read_text())["files"]
+def test_codec_and_adapters_come_along(pair: tuple[Path, Path]) -> None:
+    others = ("codec/config.json", "adapters/slt/adapter_config.json")
+    for name in others:
+        (pair[0] / name).parent.mkdir(parents=True)
+        (pair[0] / name).write_text("{}")
+    new = pair[0].parent / "new"
+    listed = quantize_folder(pair[0], new)
+    assert [(new / name).read_text() for name in others] == ["{}", "{}"]
+    assert "codec/config.json" in listed and listed.keys() == json.loads((new / CONFIG).read_text())["files"].keys()
 
 
 def test_what_needs_full_precision_says_so(pair: tuple[Path, Path]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.errors import UserError
-from omni.stores.cache import check_pointers, has_pointers
+from omni.stores.cache import has_pointers
 from omni.stores.tries import StoreError
 from train.data.executor import in_threads
 from train.data.readers.codes import ROWS, check_order
@@ -115,8 +115,9 @@ class RecordSource(OpenedSource):
             count = len(file) if counted else 0
             if start < count or not counted:
                 yield from (in_threads if self.away else map)(self._make, file.iterate(start, stop))
-                if self.away:
-                    check_pointers(str(self._files[0].path))  # what was removed meanwhile looks like what is missing
+                # What was removed meanwhile looks like what is missing.
+                if self.away and not has_pointers(path := str(self._files[0].path)):
+                    raise StoreError(f"{path} was removed from the cache while it was read: run the same command again")
             start, stop = max(0, start - count), None if stop is None else stop - count
             if stop is not None and stop <= 0:
                 return
