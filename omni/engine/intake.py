@@ -234,8 +234,8 @@ class Intake:
             return True
         if not listen.ready or listen.seat.busy:
             return False
-        if (missing := listen.lacks(batch.model.layout)) is not None:
-            if slack < 2 * self._question or not listen.encode_before(batch.model, missing):
+        if missing := [e for e in listen.stays(batch.model.layout) if e.clip is not None and e.features is None]:
+            if slack < 2 * self._question or not listen.encode_before(batch.model, missing[0]):
                 return False
             self._question = _mean(self._question, start)
             return True

@@ -151,7 +151,7 @@ class Listen:
         stream = self.stream
         return not (self.failed or stream.closed or stream.lost or self.past is None) and self._held != self._now
 
-    def _stays(self, layout: Layout) -> Sequence[Exchange]:
+    def stays(self, layout: Layout) -> Sequence[Exchange]:
         """The turns that stay before a question of at least this length."""
         past, question = self.past or (), self.stream.known + 1 + AFTER
         return past[dropped_for(layout, past, question, self.system, self.seat.limit) :] if self.forget else past
@@ -164,7 +164,7 @@ class Listen:
             self._asked = Exchange(Turn(self.stream.task, features=size), 0, sound=self.stream.number)
         asked, after = self._asked, size - known + AFTER
         asked.features = self.stream.features
-        said = self._stays(layout)
+        said = self.stays(layout)
         whole, keys = lay_out(layout, said, asked, self.system)
         return Refill(self.seat, [*said, asked], whole, keys[: min(len(keys) - after, length)], self.selection)
 
@@ -179,12 +179,8 @@ class Listen:
         self.failed |= done and not is_finite(self.stream.features)
         return done
 
-    def lacks(self, layout: Layout) -> Exchange | None:
-        """A question of the history without features."""
-        return next((e for e in self._stays(layout) if e.clip is not None and e.features is None), None)
-
     def encode_before(self, model: SpeechModel, missing: Exchange) -> bool:
-        """Encode the question that `lacks` features; returns whether that was done."""
+        """Encode a question of the history without features; returns whether that was done."""
         try:
             with CHANGING, using(selection_of(model, [self.selection], model.device)), torch.inference_mode():
                 (features,) = encode_questions(model, [Asked(missing.turn, missing.clip, missing.prepared)])

@@ -61,21 +61,13 @@ class SoundDecoder(Generic[K]):
         """The next samples [S] of each answer, or why it cannot be decoded. `frames`: the next ones, A codes each."""
         sounds: dict[K, Tensor | Exception] = {}
         for count in {len(own) for own in frames.values()}:
-            able = []
-            for key in [key for key, own in frames.items() if len(own) == count]:
-                try:
-                    if key not in self._streams:
-                        self._streams[key] = self._batch.open()
-                    able.append(key)
-                except Exception as error:
-                    sounds[key] = error
-            if not able:
-                continue
-            codes = torch.from_numpy(np.array([frames[key] for key in able])).transpose(1, 2)  # [N, A, f]
+            keys = [key for key, own in frames.items() if len(own) == count]
+            codes = torch.from_numpy(np.array([frames[key] for key in keys])).transpose(1, 2)  # [N, A, f]
             try:
-                sounds |= zip(able, self._batch.push([self._streams[key] for key in able], codes), strict=True)
+                self._streams |= {key: self._batch.open() for key in keys if key not in self._streams}
+                sounds |= zip(keys, self._batch.push([self._streams[key] for key in keys], codes), strict=True)
             except Exception as error:  # of the call as a whole: the thread goes on for others
-                sounds |= dict.fromkeys(able, error)
+                sounds |= dict.fromkeys(keys, error)
         return sounds
 
     def finish(self, key: K) -> Tensor | Exception:

@@ -66,15 +66,6 @@ def model(shape: str) -> SpeechLM:
     return lm
 
 
-def taken(events: Iterator[Any], count: int) -> list[Any]:
-    found: list[Any] = []
-    for event in events:
-        found.append(event)
-        if len(found) > count:
-            break
-    return found
-
-
 def shown(events: list[Any]) -> tuple[Any, ...]:
     text = "".join(event.text for event in events if isinstance(event, TextDelta))
     audio = [event.samples.tolist() for event in events if isinstance(event, AudioChunk)]
