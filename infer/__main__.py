@@ -12,7 +12,8 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        _forget_output()
+        with contextlib.suppress(OSError, ValueError):  # else Python's last flush fails
+            forget(sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
         return _refuse(error, in_one_line(error), FAILED, words)
@@ -53,48 +55,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> bool:
     """Parse the words, import the modules of the command, and run it; returns whether no answer broke."""
-    from infer.checks import check_ask, check_bench, check_chat, check_quantizing, check_serve, choose_model, choose_questions
+    from infer.checks import check_ask, check_bench, check_chat, check_quantizing, check_serve, choose_shipped
     from infer.cli import parse
     from infer.options import AskOptions, ChatOptions, QuantizeOptions, ServeOptions
 
-    options = parse(take_plugins(words))
+    options, notes = choose_shipped(parse(take_plugins(words)))
+    command: Callable[[], bool | None]
     if isinstance(options, AskOptions):
-        options, notes = choose_model(options)
-        options, also = choose_questions(options)
         answers = check_ask(options)
-        _tell([*notes, *also])
         from infer.ask import ask
 
-        all_imported()
-        return ask(options, answers)
-    if isinstance(options, ChatOptions):
-        here = options.server is None and options.device_in != "list"
-        options, notes = choose_model(options) if here else (options, [])
+        command = partial(ask, options, answers)
+    elif isinstance(options, ChatOptions):
         check_chat(options)
-        _tell(notes)
         from infer.chat.chat import chat
 
-        all_imported()
-        return chat(options)
-    if isinstance(options, QuantizeOptions):
+        command = partial(chat, options)
+    elif isinstance(options, QuantizeOptions):
         check_quantizing(options)
-        quantize(options)
-        return True
-    if isinstance(options, ServeOptions):
-        options, notes = choose_model(options)
+        import omni.convert.omni_folder  # noqa: F401
+
+        command = partial(quantize, options)
+    elif isinstance(options, ServeOptions):
         check_serve(options)
-        _tell(notes)
         from infer.serve.serve import serve
 
-        all_imported()
-        serve(options)
-        return True
-    check_bench(options)
-    from infer.bench.bench import bench
+        command = partial(serve, options)
+    else:
+        check_bench(options)
+        from infer.bench.bench import bench
 
+        command = partial(bench, options)
+    for line in notes:
+        say(line)
     all_imported()
-    bench(options)
-    return True
+    return command() is not False
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -105,7 +100,6 @@ def quantize(options: QuantizeOptions) -> None:
     from omni.convert.omni_folder import quantize_folder
     from omni.pretrained import find_model
 
-    all_imported()
     source, target = Path(find_model(options.model)), Path(options.out)
     before, started = (source / WEIGHTS).stat().st_size if (source / WEIGHTS).is_file() else 0, time.monotonic()
     with tqdm(desc="quantising", unit="B", unit_scale=True, leave=False, disable=options.quiet or None) as bar:
@@ -122,11 +116,6 @@ def quantize(options: QuantizeOptions) -> None:
     print(f"weights of {before / 1e9:.3g} GB became {size / 1e9:.3g} GB ({size / before:.1%}) in {seconds:.1f} s")
 
 
-def _tell(lines: Sequence[str]) -> None:
-    for line in lines:
-        say(line)
-
-
 def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:
     """Print an error as one line, after the traceback with `--debug`; returns the exit code."""
     if "--debug" in words:
@@ -134,12 +123,6 @@ def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int
             traceback.print_exception(error)
     say(f"error: {line}")
     return code
-
-
-def _forget_output() -> None:
-    """Points standard output, which nobody reads any more, to the null device, so that Python's last flush does not fail."""
-    with contextlib.suppress(OSError, ValueError):
-        forget(sys.stdout.fileno())
 
 
 def script() -> NoReturn:

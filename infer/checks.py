@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TypeVar
 
 from infer.chat.devices import load_sounddevice
 from infer.options import (
@@ -21,6 +20,7 @@ from infer.options import (
     AskOptions,
     BenchOptions,
     ChatOptions,
+    Command,
     DeviceOptions,
     LocalOptions,
     QuantizeOptions,
@@ -47,8 +47,6 @@ SERVE_EXTRA = (
     *("onnxruntime", "silero_vad", "prometheus_client", "itsdangerous"),
 )
 """Modules that the extra `serve` brings."""
-
-Answering = TypeVar("Answering", AskOptions, ChatOptions, ServeOptions)  # options of a command that answers with a model
 
 
 def check_ask(options: AskOptions) -> list[tuple[Task, Path | None]]:
@@ -231,22 +229,24 @@ def check_model(folder: str, another: str = "give --model FOLDER") -> None:
     check_folder(Path(find_model(folder)))
 
 
-def choose_model(options: Answering) -> tuple[Answering, list[str]]:
-    """The options with the folder of their model, and what to tell of it: by default it is the one that the demonstration left
-    here, else the one that ships with the package."""
-    if options.model is not None:
-        return replace(options, model=find_model(options.model)), []
-    another = "omni-infer serve MODEL" if isinstance(options, ServeOptions) else "--model"
-    ships = None if os.path.exists(DEFAULT_MODEL) else shipped(NAMES[0])
-    name = DEFAULT_MODEL if ships is None else "the one that ships with omni-speech"
-    return replace(options, model=ships or DEFAULT_MODEL), [f"model: {name} ({another} names another)"]
-
-
-def choose_questions(options: AskOptions) -> tuple[AskOptions, list[str]]:
-    """The options with the question that ships with the package, where its name is no file here, and what to tell of it."""
-    files = tuple(find_question(file) for file in options.files)
-    notes = [] if files == options.files else [f"{QUESTION}: the one that ships with omni-speech"]
-    return replace(options, files=files), notes
+def choose_shipped(options: Command) -> tuple[Command, list[str]]:
+    """The options with the folder of their model, and the question that ships where no file here has its name; and what to tell
+    of both: by default the model is the one that the demonstration left here, else the one that ships with the package."""
+    if isinstance(options, (BenchOptions, QuantizeOptions)):
+        return options, []
+    if isinstance(options, ChatOptions) and (options.server is not None or options.device_in == "list"):
+        return options, []
+    model, notes = find_model(options.model or ""), list[str]()
+    if options.model is None:
+        another = "omni-infer serve MODEL" if isinstance(options, ServeOptions) else "--model"
+        ships = None if os.path.exists(DEFAULT_MODEL) else shipped(NAMES[0])
+        model, name = ships or DEFAULT_MODEL, DEFAULT_MODEL if ships is None else "the one that ships with omni-speech"
+        notes.append(f"model: {name} ({another} names another)")
+    if isinstance(options, AskOptions):
+        files = tuple(find_question(file) for file in options.files)
+        notes += [f"{QUESTION}: the one that ships with omni-speech"] if files != options.files else []
+        options = replace(options, files=files)
+    return replace(options, model=model), notes
 
 
 def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
@@ -254,25 +254,17 @@ def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
 
     For sound and text together, `name` is the task of one kind, and questions of the other kind get the same kind of answer.
     UserError for an unknown task, or one that does not fit."""
-    if len(set(spoken)) == 1:
-        return [choose_task(name, spoken[0])] * len(spoken)
-    both = {True: "A1A2", False: "T1A2"}
-    if name is not None:
-        task = find_task(name)
+    both, task = {True: "A1A2", False: "T1A2"}, None if name is None else find_task(name)
+    if task is not None and len(set(spoken)) > 1:
         both = {True: f"A1{task.name[2:]}", False: f"T1{task.name[2:]}"}
         if not {*both.values()} <= TASKS.keys():
             raise UserError(f"--task {task.name} is for one kind of question, but sound and --text were given; leave it out")
-    return [TASKS[both[is_spoken]] for is_spoken in spoken]
-
-
-def choose_task(name: str | None, spoken: bool) -> Task:
-    """The task of that name, or the one that answers questions of this kind in text and speech; UserError where it does
-    not fit."""
-    task = find_task(name or ("A1A2" if spoken else "T1A2"))
-    if (task.question == "audio") != spoken:
-        problem, use = ("sound was given", "--text") if spoken else ("--text was given", "a sound file")
+    elif task is not None and (task.question == "audio") != spoken[0]:
+        problem, use = ("sound was given", "--text") if spoken[0] else ("--text was given", "a sound file")
         raise UserError(f"--task {task.name} asks by {task.question}, but {problem}; choose another task, or give {use}")
-    return task
+    elif task is not None:
+        return [task] * len(spoken)
+    return [TASKS[both[is_spoken]] for is_spoken in spoken]
 
 
 def answer_files(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.options import SOUND, TEXT, AskOptions, BenchOptions, ChatOptions, QuantizeOptions, ServeOptions
+from infer.options import SOUND, TEXT, AskOptions, BenchOptions, ChatOptions, Command, QuantizeOptions, ServeOptions
 from omni.errors import UserError, closest
 from omni.utils.arguments import Parser, is_option
 from omni.utils.configuration import read_yaml, validate
@@ -22,8 +22,6 @@ COMMANDS: dict[str, type[Any]] = {
     "bench": BenchOptions,
     "quantize": QuantizeOptions,
 }
-
-Command = AskOptions | ChatOptions | ServeOptions | BenchOptions | QuantizeOptions
 
 HELP = """usage: omni-infer COMMAND [options]
 

@@ -247,6 +247,9 @@ class QuantizeOptions:
     debug: bool = option(False, "show the traceback of an error")
 
 
+Command = AskOptions | ChatOptions | ServeOptions | BenchOptions | QuantizeOptions
+
+
 def on_one_line(name: str) -> str:
     """Escapes line ends and control characters in a name, so that it fits on one line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)

@@ -296,7 +296,7 @@ def test_a_reader_that_goes_away_is_no_traceback(run, monkeypatch):
         raise BrokenPipeError
 
     monkeypatch.setattr(PipeOutput, "write", write)
-    monkeypatch.setattr("infer.__main__._forget_output", lambda: None)
+    monkeypatch.setattr("infer.__main__.forget", lambda number: None)
     done = run("ask", "--text", "hello", "--max_seconds", "1", "--out", "-")
     assert done.code == 141 and "Traceback" not in done.err
 

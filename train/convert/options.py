@@ -92,17 +92,8 @@ def check(source: Path, target: Path, options: ConvertOptions) -> None:
     if options.kind is not None and options.kind not in KINDS:
         raise UserError(f"--kind {options.kind!r} is unknown; {closest(options.kind, KINDS)}")
     real_target = real_place(target)
-    inputs = [
-        path
-        for name, path in _inputs(source, options).items()
-        if not (name in ("SOURCE", "into") and path.exists() and path.resolve() == real_target)
-    ]
+    encoder = None if options.encoder is None or options.encoder in ENCODER_PRESETS else Path(options.encoder)
+    whole = [path for path in (source, options.into) if path and not (path.exists() and path.resolve() == real_target)]
+    inputs = [*whole, *(path for path in (options.lora, encoder, options.codec_folder, options.tokenizer) if path)]
     marks = ("config.json", "model_config.yaml", ADAPTER_CONFIG)
     check_replaceable(target, marks, inputs, overwrite=options.overwrite, kept=ADAPTERS)
-
-
-def _inputs(source: Path, options: ConvertOptions) -> dict[str, Path]:
-    """Files and folders that the conversion reads, by the option that names them."""
-    encoder = None if options.encoder is None or options.encoder in ENCODER_PRESETS else Path(options.encoder)
-    named = {"lora": options.lora, "encoder": encoder, "codec_folder": options.codec_folder, "tokenizer": options.tokenizer}
-    return {name: path for name, path in {"SOURCE": source, "into": options.into, **named}.items() if path is not None}
