@@ -153,7 +153,7 @@ def test_edits_are_judged_in_a_table_a_file_and_a_picture(place, capsys, tmp_pat
         assert report[name]["value"] == pytest.approx(sum(hits) / len(hits))
     assert all(a["right"] == (a["before"] == a["after"]) for a in answers if a["part"] == "locality")
     assert (tmp_path / "out" / "report.png").stat().st_size > 1000
-    with pytest.raises(UserError, match=r"is there already; give --overwrite true"):
+    with pytest.raises(UserError, match="exists; give another name, or --overwrite to replace it"):
         run(place, "eval", "@model", "@edits", "@facts.jsonl", str(tmp_path / "out"), *JUDGE)
 
 
