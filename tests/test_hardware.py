@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from omni.model.attention import attention
 from omni.model.blocks import RMSNorm
-from omni.utils.hardware import PEAK_FLOPS, multiplies_bf16, peak_flops_of
+from omni.utils.hardware import PEAK_FLOPS, multiplies_bf16, peak_flops
 from train.config.sections import FabricConfig
 
 
@@ -108,5 +108,6 @@ def test_a_configuration_counts_its_processes(devices: int | str, nodes: int, pr
         ("NVIDIA T400 4GB", None),
     ],
 )
-def test_a_driver_s_name_has_its_own_peak(name: str, known: str | None) -> None:
-    assert peak_flops_of(name) == (None if known is None else PEAK_FLOPS[known])
+def test_a_driver_s_name_has_its_own_peak(monkeypatch: pytest.MonkeyPatch, name: str, known: str | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == (None if known is None else PEAK_FLOPS[known])

@@ -37,11 +37,6 @@ def mel_frames(samples: int, hop: int = HOP) -> int:
     return max(samples // hop, 1)
 
 
-def samples_before(hop: int = HOP) -> int:
-    """Samples under the window of a frame before the hop that it ends with."""
-    return WINDOW - hop
-
-
 def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int = HOP, before: Tensor | None = None) -> Tensor:
     """Features `[..., M, F]` float32 of 16 kHz sound `[..., S]`, F = `mel_frames(S, hop)`. UserError: no samples, or a value
     that is none of these.
@@ -51,7 +46,7 @@ def log_mel(audio: Tensor, n_mels: int = 80, floor: MelFloor = "clip", hop: int 
         floor: "clip" bounds features at 8 below their clip's loudest band, as Whisper does, so the first ones depend on the
             clip's end. "fixed" bounds them at `FIXED_FLOOR`: all but the last are final once their window is full.
         hop: samples between frames, 160 for Whisper.
-        before: the `samples_before(hop)` samples before these. Each frame then ends with its hop (at Whisper's, its centre is
+        before: the `WINDOW - hop` samples before these. Each frame then ends with its hop (at Whisper's, its centre is
             2.5 ms earlier), and nothing is mirrored.
     """
     import torch

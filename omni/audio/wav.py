@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -80,7 +80,7 @@ def write_audio(path: str | os.PathLike[str], audio: Tensor, sample_rate: int) -
     return Path(path)
 
 
-class WavWriter:
+class WavWriter(AbstractContextManager["WavWriter"]):
     """A mono WAV file that grows chunk by chunk.
 
         with WavWriter("answer.wav", 24000) as writer:
@@ -130,9 +130,6 @@ class WavWriter:
         """Discard what was written; a file that was at the path before stays."""
         with suppress(OSError), self._closing:  # which leaves nothing where the block fails
             raise OSError
-
-    def __enter__(self) -> WavWriter:
-        return self
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if exc_type is None:

@@ -281,15 +281,16 @@ class CodecBatch:
             raise UserError(f"{n} {name} streams take codes [{n}, codebooks, frames], not {list(codes.shape)}")
         results = self._absent(streams)
         with self._beside():
-            self.codec.check(_joined(codes[..., :0]))  # number of codebooks, and type
+            joined = codes.transpose(0, 1).flatten(1)  # [K, N * f], one stream after another
+            self.codec.check(joined[:, :0])  # number of codebooks, and type
             try:
-                checked = self.codec.check(_joined(codes))
+                checked = self.codec.check(joined)
             except UserError:
                 results |= self._misfits(streams, codes)
             fit = [n for n, stream in enumerate(streams) if stream not in results]
             if fit and codes.shape[2]:
                 if len(fit) < len(streams):
-                    checked = self.codec.check(_joined(codes[fit]))
+                    checked = self.codec.check(codes[fit].transpose(0, 1).flatten(1))
                 checked = checked.unflatten(1, (len(fit), -1)).transpose(0, 1)
                 results |= self._sounds([streams[n] for n in fit], checked)
         return [results.get(stream, _NOTHING) for stream in streams]
@@ -373,8 +374,3 @@ class CodecBatch:
 
     def _stop(self, state: Any) -> None:
         """Frees the state of a stream, finished or not; what a `CodecStream` keeps goes with it."""
-
-
-def _joined(codes: Tensor) -> Tensor:
-    """Codes `[K, N * f]` of codes `[N, K, f]`, one stream after another."""
-    return codes.transpose(0, 1).flatten(1)

@@ -85,8 +85,11 @@ class Transformer(Layer):
         block, grouped = self.blocks[number], self.heads != self.key_heads
         heads = product(x, block.qkv, block.qkv_bias).unflatten(2, (self.heads + 2 * self.key_heads, -1)).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.key_heads, self.key_heads], dim=1)  # each [N, H, T, D]
-        keys, values = cache.update(number, _turned(k, turn), v)
-        y = attention(_turned(q, turn), keys, values, mask, grouped=grouped)
+        cos, sin = turn
+        half = cos.shape[-1] // 2
+        q, k = (part * cos + torch.cat([-part[..., half:], part[..., :half]], dim=-1) * sin for part in (q, k))
+        keys, values = cache.update(number, k, v)
+        y = attention(q, keys, values, mask, grouped=grouped)
         return product(y.transpose(1, 2).flatten(2), block.out, block.out_bias)
 
     def _make_cache(self, rows: int, frames: int) -> KVCache:
@@ -100,12 +103,6 @@ class Transformer(Layer):
             chunk=frames * self.timing.rate,
             device=self.inverse_frequencies.device,
         )
-
-
-def _turned(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = turn
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 SMALLEST_USAGE = 1e-5

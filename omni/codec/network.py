@@ -106,9 +106,8 @@ class StreamCall:
 
     def positions(self, timing: LayerTiming, count: int) -> Tensor:
         """Positions `[N, count]` (int64) of a layer's inputs, where `count` of them came."""
-        first = self._missing(timing, count) - timing.lag
-        device = self.words.device
-        return self.words[:, :1] * timing.rate + torch.arange(first, first + count, device=device)
+        end = 0 if self.last else self.frames * timing.rate - timing.lag  # after the first ones were left out, if they were
+        return self.words[:, :1] * timing.rate + torch.arange(end - count, end, device=self.words.device)
 
     def early(self, timing: LayerTiming, count: int) -> int:
         """How many of the first of `count` outputs are before the start of every stream; `timing` is that behind the layer."""
@@ -140,12 +139,10 @@ class StreamCall:
             starts[row] = self._before(timing, count, begun)
         return starts
 
-    def _missing(self, timing: LayerTiming, count: int) -> int:
-        """First positions of this call that were left out because all streams have them before their start."""
-        return (timing.lag if self.last else self.frames * timing.rate) - count
-
     def _before(self, timing: LayerTiming, count: int, begun: int) -> int:
-        return min(count, max(0, timing.lag - begun * timing.rate - self._missing(timing, count)))
+        # First positions of this call that were left out because all streams have them before their start.
+        missing = (timing.lag if self.last else self.frames * timing.rate) - count
+        return min(count, max(0, timing.lag - begun * timing.rate - missing))
 
 
 @dataclass(eq=False)

@@ -33,6 +33,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +207,12 @@ def snake(alpha: Tensor, inverse: Tensor, x: Tensor) -> Tensor:
     return torch.addcmul(x, y, inverse, out=y)
 
 
+@dataclass(eq=False)
 class Noise(Layer):
     """Adds noise in proportion to a projection of the signal, keyed by the layer's `number` and the absolute position."""
 
-    def __init__(self, linear: Conv, number: int) -> None:
-        self.linear, self.number = linear, number
+    linear: Conv
+    number: int
 
     def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
         self.timing, first = timing, 1 + 4 * len(network.words)

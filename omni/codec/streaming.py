@@ -20,6 +20,7 @@ stored [out, in].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +52,11 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y.transpose(0, 1).reshape(*x.shape[:-1], -1)
 
 
+@dataclass(eq=False)
 class Activation(Layer):
     """A function of each position."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.function = function
+    function: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor, call: StreamCall) -> Tensor:
         return self.function(x)
@@ -163,11 +164,12 @@ class Upsample(Layer):
         return y[:, early:] if early else y
 
 
+@dataclass(eq=False)
 class Residual(Layer):
     """`shortcut(x) + inner(x)`, the shortcut delayed by the lag of the inner layers; None as `shortcut` is the identity."""
 
-    def __init__(self, inner: Sequence[Layer], shortcut: Conv | None = None) -> None:
-        self.inner, self.shortcut = inner, shortcut
+    inner: Sequence[Layer]
+    shortcut: Conv | None = None
 
     def place(self, timing: LayerTiming, network: Network) -> LayerTiming:
         after = network.place(self.inner, timing)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import PT, FileStamp, read_weights, save_tensors
@@ -86,12 +85,9 @@ def read(path: Path, tokenizer: Path | None = None) -> Foreign:
             f"{path}: tensor lm_head.weight differs from model.embed_tokens.weight, but {CONFIG} ties them; set "
             "tie_word_embeddings to false there if the head was trained apart"
         )
-
-    def ignore(name: str) -> bool:
-        # Buffers that older versions stored, and the second copy of a tied table.
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and tied_head is not None)
-
-    tensors = match(weights, names, shapes, path, ignore)
+    # Buffers that older versions stored, and the second copy of a tied table.
+    second = None if tied_head is None else "lm_head.weight"
+    tensors = match(weights, names, shapes, path, lambda name: name.endswith("rotary_emb.inv_freq") or name == second)
     kept = {CONFIG: settings, **{name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}}
     words = read_tokenizer(tokenizer or path / TOKENIZER, text.size, path, kept, named=tokenizer is not None)
     return Foreign("hf", path, text, tensors, words, names, {"hf": kept})
@@ -282,7 +278,5 @@ def _silent_embedding(source: Foreign, config: ModelConfig, size: int) -> tuple[
     if scale == 1 and not bool(silence.any()):
         return table, False
 
-    def read(start: int, stop: int) -> Tensor:
-        return ((table.read(start, stop).float() + silence) * scale).to(table.dtype)
-
+    read = lambda start, stop: ((table.read(start, stop).float() + silence) * scale).to(table.dtype)  # noqa: E731
     return Lazy(table.shape, table.dtype, read), True

@@ -166,11 +166,13 @@ def same(a: Lazy, b: Lazy | None) -> bool:
     return all(torch.equal(*(x.read(i, min(i + 1024, a.length)) for x in (a, b))) for i in starts)
 
 
+@dataclass
 class Progress:
     """Counts bytes over several files, for one progress callback. `total`: that there will be."""
 
-    def __init__(self, total: int, on_progress: WriteCallback | None) -> None:
-        self.total, self.done, self.on_progress = total, 0, on_progress
+    total: int
+    on_progress: WriteCallback | None
+    done: int = 0
 
     def add(self, count: int) -> None:
         self.done = min(self.done + count, self.total)  # headers come on top of the tensors

@@ -40,6 +40,7 @@ from omni.convert.contract import (
     one_dtype,
     read_tokenizer,
     renamed,
+    shapes_of,
     whole_model,
     whole_number,
     write_texts,
@@ -47,7 +48,7 @@ from omni.convert.contract import (
 from omni.convert.grow import AUDIO_EMBEDDING, AUDIO_HEAD, fresh
 from omni.convert.huggingface import EMBEDDING, HEAD
 from omni.convert.lazy import Lazy, Progress, WriteCallback, cast, joined, same
-from omni.convert.parts import encoder_shapes, read_whisper
+from omni.convert.parts import read_whisper
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
@@ -167,7 +168,7 @@ def _openai(source: Foreign, encoder: WhisperConfig) -> tuple[dict[str, int], di
     heard = {"n_mels": encoder.n_mels, "n_audio_ctx": encoder.positions, "n_audio_state": encoder.width}
     heard |= {"n_audio_head": encoder.heads, "n_audio_layer": encoder.layers}
     spoken = {"n_vocab": 1, "n_text_ctx": 1, "n_text_state": 1, "n_text_head": 1, "n_text_layer": 0}
-    shapes = encoder_shapes(encoder)
+    shapes = shapes_of(lambda: WhisperEncoder(encoder), "encoder.")
     tensors = match(source.tensors, {n: n for n in shapes}, shapes, source.path, lambda name: name not in shapes)
     out = {name.replace("encoder.whisper.", "encoder."): tensor for name, tensor in tensors.items()}
     dtype = next(iter(tensors.values())).dtype

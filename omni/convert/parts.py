@@ -53,9 +53,8 @@ def _read_openai(path: Path) -> Foreign:
     if not isinstance(dims, Mapping):
         raise UserError(f"{path}: dims is a {type(dims).__name__}; it must be a mapping, as Whisper's own files have it")
     keys = ("n_mels", "n_audio_ctx", "n_audio_state", "n_audio_head", "n_audio_layer")
-    config = _whisper_config(path, dims, *keys)
+    config, shapes = _whisper_config(path, dims, *keys)
     state = state_of(data["model_state_dict"], path)
-    shapes = encoder_shapes(config)
     names = {ours: ours.replace("encoder.whisper.", "encoder.") for ours in shapes}
     tensors = match(state, names, shapes, path, ignore=lambda name: name.startswith("decoder."))
     return Foreign("whisper", path, config, tensors, names=names)
@@ -67,23 +66,24 @@ def _read_huggingface(path: Path) -> Foreign:
         if settings.get(key, usual) != usual:
             raise UserError(f"{path / CONFIG}: {key} is {settings[key]!r}; Whisper has {usual!r}")
     keys = ("num_mel_bins", "max_source_positions", "d_model", "encoder_attention_heads", "encoder_layers")
-    config = _whisper_config(path / CONFIG, settings, *keys)
+    config, shapes = _whisper_config(path / CONFIG, settings, *keys)
     inner = settings.get("encoder_ffn_dim", 4 * config.width)
     if inner != 4 * config.width:
         raise UserError(f"{path / CONFIG}: encoder_ffn_dim is {inner}; Whisper has 4 * d_model, {4 * config.width}")
     weights = read_weights(path)
     prefix = "model." if any(name.startswith("model.") for name in weights) else ""
-    shapes = encoder_shapes(config)
     names = {ours: prefix + renamed(ours, _RENAMED) for ours in shapes}
     others = (f"{prefix}decoder.", "proj_out.")
     tensors = match(weights, names, shapes, path, ignore=lambda name: name.startswith(others))
     return Foreign("whisper", path, config, tensors, names=names)
 
 
-def _whisper_config(where: Path, settings: Mapping[str, Any], *keys: str) -> WhisperConfig:
-    """The encoder of these settings, whose keys name bands, positions, width, heads and layers."""
+def _whisper_config(where: Path, settings: Mapping[str, Any], *keys: str) -> tuple[WhisperConfig, dict[str, tuple[int, ...]]]:
+    """The encoder of these settings, whose keys name bands, positions, width, heads and layers; and the names and shapes of its
+    tensors in our model."""
     bands, positions, width, heads, layers = (whole_number(settings, key, where) for key in keys)
-    return WhisperConfig(bands, width, heads, layers, positions * 2 * HOP / SAMPLE_RATE, "padded")
+    config = WhisperConfig(bands, width, heads, layers, positions * 2 * HOP / SAMPLE_RATE, "padded")
+    return config, shapes_of(lambda: WhisperEncoder(config), "encoder.")
 
 
 _RENAMED = (
@@ -100,11 +100,6 @@ _RENAMED = (
     (".mlp.2.", ".fc2."),
     (".mlp_ln.", ".final_layer_norm."),
 )
-
-
-def encoder_shapes(config: WhisperConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of an encoder's tensors in our model."""
-    return shapes_of(lambda: WhisperEncoder(config), "encoder.")
 
 
 def read_codec(name: str, path: Path) -> Foreign:

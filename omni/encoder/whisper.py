@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
-from omni.audio.mel import samples_before
+from omni.audio.mel import WINDOW
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, Chunks, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
@@ -164,7 +164,7 @@ class WhisperStream(EncoderStream):
         """Begin a clip."""
         like = self.encoder.whisper.conv1.weight
         self.frames, self.left = 0, self.config.max_samples
-        self.before = torch.zeros(samples_before(self.config.hop))
+        self.before = torch.zeros(WINDOW - self.config.hop)
         self.mels = like.new_zeros(2, self.config.n_mels)
         self.row = like.new_zeros(1, self.config.width)
         heads = self.config.heads

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from omni.audio.io import SAMPLE_RATE
-from omni.audio.mel import HOP, LOWEST, WINDOW, MelFloor, log_mel, mel_frames, samples_before
+from omni.audio.mel import HOP, LOWEST, WINDOW, MelFloor, log_mel, mel_frames
 from omni.encoder.config import ENCODERS, EncoderConfig, LongAudio
 from omni.errors import UserError, warn_about_sound
 from omni.utils.configuration import configuration
@@ -196,11 +196,11 @@ class WhisperConfig(EncoderConfig):
             if self.fixed_length:
                 audio = torch.nn.functional.pad(audio, (0, self.max_samples - samples))
             if self.mode == "chunked":
-                return self.features_after(audio.new_zeros(samples_before(self.hop)), audio)
+                return self.features_after(audio.new_zeros(WINDOW - self.hop), audio)
             return log_mel(audio, self.n_mels, self.mel_floor, self.hop)
 
     def features_after(self, before: Tensor, audio: Tensor) -> Tensor:
-        """Features `[M, F]` of a piece of a clip in mode "chunked", which samples [`samples_before(hop)`] come before."""
+        """Features `[M, F]` of a piece of a clip in mode "chunked", which samples [`WINDOW - hop`] come before."""
         return log_mel(audio, self.n_mels, "fixed", self.hop, before)
 
     def with_chunk(self, milliseconds: int) -> EncoderConfig:

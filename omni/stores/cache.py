@@ -89,7 +89,7 @@ class StoreCache:
 
     def read_block(self, key: str) -> bytes | None:
         """The bytes of a block; None where it is not kept, or damaged."""
-        path = self._block(key)
+        path = self.folder / "blocks" / key[:2] / key
         try:
             data = path.read_bytes()
         except OSError:
@@ -104,14 +104,14 @@ class StoreCache:
     def write_block(self, key: str, data: bytes) -> None:
         """Keep a block; where that fails, a line in the log says so once, and data are read without the cache. Of blocks that
         the disk does not keep, memory keeps a few: a recording is read several times, one after another."""
-        if len(data) > limit_bytes():
-            self._remember(key, data)
-            return
-        path = self._block(key)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as part:
-                part.write_bytes(data + zlib.crc32(data).to_bytes(CHECKSUM, "little"))
+            if len(data) <= limit_bytes():
+                path = self.folder / "blocks" / key[:2] / key
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as part:
+                    part.write_bytes(data + zlib.crc32(data).to_bytes(CHECKSUM, "little"))
+                self.written(len(data))
+                return
         except OSError as error:
             if not self._warned:
                 way = "free some space, or set OMNI_CACHE to a folder on another disk, or OMNI_CACHE_GB to less"
@@ -119,16 +119,8 @@ class StoreCache:
                     "the cache %s cannot be written (%s): data are read without it; %s", self.folder, error.strerror, way
                 )
             self._warned = True
-            self._remember(key, data)
-        else:
-            self.written(len(data))
-
-    def _remember(self, key: str, data: bytes) -> None:
         with self._lock:
             self._recent = dict([*self._recent.items(), (key, data)][-RECENT:])
-
-    def _block(self, key: str) -> Path:
-        return self.folder / "blocks" / key[:2] / key
 
     # --- whole files and folders ----------------------------------------------------------------------------------------
 

@@ -84,14 +84,17 @@ def snapshot(at: HubAddress) -> Path:
     """The folder of a model in the hub's cache, where what is lacking of it is brought first. MissingError: there is no such
     repository, revision or folder, or it is private and there is no token for it. UserError: it cannot be read, or lists files
     that are not read. Where the hub cannot be reached, what is in the cache is taken, with a line in the log."""
-    options, api = _options(at), _hub().HfApi()
+    api = _hub().HfApi()
     from huggingface_hub import constants
 
-    tries = LOOKS if _kept(at) else TRIES
+    start = f"{glob.escape(at.inner.rstrip('/'))}/" if at.inner else ""
+    patterns = [f"{start}{pattern}" for pattern in PATTERNS] + ([start.rstrip("/")] if start else [])
+    options = {"repo_id": at.repo, "revision": at.revision, "allow_patterns": patterns}
+    tries = LOOKS if _kept(options) else TRIES
     try:
         info = _asked(at, lambda: api.repo_info(at.repo, revision=at.revision, timeout=stall_seconds()), tries=tries)
     except UserError as error:
-        kept = _kept(at)
+        kept = _kept(options)
         if kept is None or not (error.again or constants.HF_HUB_OFFLINE):
             raise
         LOG.warning("%s: the hub is not reached, and what is in the cache is used (%s)", at, kept)
@@ -106,16 +109,10 @@ def snapshot(at: HubAddress) -> Path:
     return _checked(at, _asked(at, bring))
 
 
-def _options(at: HubAddress) -> dict[str, Any]:
-    start = f"{glob.escape(at.inner.rstrip('/'))}/" if at.inner else ""
-    patterns = [f"{start}{pattern}" for pattern in PATTERNS] + ([start.rstrip("/")] if start else [])
-    return {"repo_id": at.repo, "revision": at.revision, "allow_patterns": patterns}
-
-
-def _kept(at: HubAddress) -> Path | None:
+def _kept(options: Mapping[str, Any]) -> Path | None:
     """The folder of a model in the cache; None where it is not there, or not whole."""
     try:
-        return Path(_hub().snapshot_download(local_files_only=True, **_options(at)))
+        return Path(_hub().snapshot_download(local_files_only=True, **options))
     except (OSError, ValueError):
         return None
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -239,21 +239,19 @@ class ObjectReader(io.RawIOBase):
         return data[start : start + size]
 
     def _blocks(self, first: int, last: int) -> list[bytes]:
-        kept = own_cache()
-        blocks = {n: self._last[1] if self._last[0] == n else kept.read_block(self._key(n)) for n in range(first, last + 1)}
+        kept, of = own_cache(), self.of
+        key = partial(key_of, of.address, of.size, of.version)
+        blocks = {n: self._last[1] if self._last[0] == n else kept.read_block(key(n, BLOCK)) for n in range(first, last + 1)}
         lacking = [n for n, data in blocks.items() if data is None]
         while lacking:
             run = [n for i, n in enumerate(lacking) if n == lacking[0] + i][: PIECE // BLOCK]
             lacking = lacking[len(run) :]
-            data = read_range(self.of, run[0] * BLOCK, min(self.of.size, (run[-1] + 1) * BLOCK))
+            data = read_range(of, run[0] * BLOCK, min(of.size, (run[-1] + 1) * BLOCK))
             for i, n in enumerate(run):
                 blocks[n] = data[i * BLOCK : (i + 1) * BLOCK]
-                kept.write_block(self._key(n), blocks[n] or b"")
+                kept.write_block(key(n, BLOCK), blocks[n] or b"")
         self._last = (last, blocks[last] or b"")
         return [data or b"" for data in blocks.values()]
-
-    def _key(self, number: int) -> str:
-        return key_of(self.of.address, self.of.size, self.of.version, number, BLOCK)
 
 
 class _Guarded(ObjectReader):

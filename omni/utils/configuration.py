@@ -220,17 +220,12 @@ for _tag, _pattern, _first in (
 yaml.SafeDumper.add_representer(Spelled, yaml.SafeDumper.represent_float)
 
 
-def load_yaml(text: str) -> Any:
-    """The value of a text in YAML; YAMLError for none."""
-    return yaml.load(text, Loader)
-
-
 def read_yaml(file: Path, noun: str = "configuration") -> Any:
     """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `noun`
     names it in the message."""
     try:
         refuse_pointer(file)
-        return load_yaml(file.read_text(encoding="utf-8"))
+        return yaml.load(file.read_text(encoding="utf-8"), Loader)
     except UserError as error:
         raise UserError(f"{noun} {file} {error}") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

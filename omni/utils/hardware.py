@@ -236,17 +236,13 @@ def machine() -> dict[str, str]:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak FLOP/s of a device in half precision; None where it is not known (every CPU)."""
+    """Peak FLOP/s of a device in half precision, by the longest name in `PEAK_FLOPS` that its driver's has; None where it is
+    not known (every CPU), and for a slice of a GPU (MIG)."""
     if device.type != "cuda":
         return None
     import torch
 
-    return peak_flops_of(torch.cuda.get_device_name(device))
-
-
-def peak_flops_of(name: str) -> float | None:
-    """Peak FLOP/s of the GPU that a driver calls so, by the longest name in `PEAK_FLOPS`; None where it is not known, and for a
-    slice of a GPU (MIG)."""
+    name = torch.cuda.get_device_name(device)
     if re.search(r"\bMIG\b", name):
         return None
     parts = [part for part in PEAK_FLOPS if re.search(rf"\b{part}\b(?! (?:{_OTHERS})\b)", name)]

@@ -17,7 +17,7 @@ import yaml
 from omni.errors import UserError
 from omni.plugins import load_plugins, loaded
 from omni.utils.arguments import Parser
-from omni.utils.configuration import all_keys, all_sections, hint_at, inner, load_yaml, plain, validate
+from omni.utils.configuration import Loader, all_keys, all_sections, hint_at, inner, plain, validate
 from train.config.run import FitConfig
 from train.console.command import GIVE, RECIPES, find_config, read_config
 from train.data.sources import SOURCES, shipped
@@ -191,7 +191,7 @@ class ConfigParser(Parser):
     def _set(self, path: str, text: str) -> None:
         """Sets a dotted key, in which numbers are places in lists. A section keeps the keys that a mapping does not have."""
         try:
-            value = load_yaml(text)
+            value = yaml.load(text, Loader)
         except yaml.YAMLError:
             value = text
         parts = [int(part) if part.isdigit() else part for part in path.split(".")]
