@@ -73,12 +73,6 @@ class StreamResampler:
         out = self._next(torch.zeros(0 if self._kernel is None or not self._taken else self._before + self._source))
         return torch.nn.functional.pad(out, (0, self._length - self._returned))
 
-    @property
-    def _length(self) -> int:
-        """Samples of what has come at the other rate."""
-        source, target = self._rates
-        return -(-self._taken * target // source)
-
     def _next(self, audio: Tensor) -> Tensor:
         import torch
 
@@ -88,6 +82,8 @@ class StreamResampler:
             audio = _convert(held, self._kernel, self._source) if count else torch.zeros(0)
             self._held = held[count * self._source :].clone()
         ready = torch.cat([self._ready, audio]) if len(self._ready) else audio
+        source, target = self._rates
+        self._length = -(-self._taken * target // source)  # of what has come, at the other rate
         known = min(self._length - self._returned, len(ready))
         self._returned, self._ready = self._returned + known, ready[known:]
         return ready[:known]

@@ -56,10 +56,10 @@ class MimiCodec(NetworkCodec):
             raise UserError(f"mimi with {codebooks} codebooks: this model has {most}; ask for {fewest} to {most}")
         self.name = "mimi" if codebooks == CODEBOOKS else f"mimi-{codebooks}"
         self.sample_rate = config.sampling_rate
-        self.frame_samples = config.frame_samples
+        self.frame_samples = config.hop * config.latent_stride
         self.codebook_sizes = (config.codebook_size,) * codebooks
         self.config = config
-        self._encoder = Network(encoder(config, take), config.frame_samples)
+        self._encoder = Network(encoder(config, take), self.frame_samples)
         self._decoder = Network(decoder(config, take), 1)
         self._quantizer = quantizer(config, take, codebooks)
         self.device = self._quantizer[0].tables[0].device

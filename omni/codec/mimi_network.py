@@ -141,9 +141,23 @@ class Codebooks(NamedTuple):
 
 def quantizer(config: MimiConfig, take: Take, codebooks: int) -> list[Codebooks]:
     """The split quantizer with the first `codebooks` of its codebooks: latents are the sum of what its parts decode."""
+    size, inside = config.hidden_size, config.vector_quantization_hidden_dimension
     semantic = min(codebooks, config.num_semantic_quantizers)
-    counts = {"semantic": semantic, "acoustic": codebooks - semantic}
-    return [_codebooks(config, take, name, count) for name, count in counts.items() if count]
+    parts = []
+    for part, count in {"semantic": semantic, "acoustic": codebooks - semantic}.items():
+        if not count:
+            continue
+        name, tables = f"quantizer.{part}_residual_vector_quantizer", []
+        for layer in range(count):
+            total = take(f"{name}.layers.{layer}.codebook.embed_sum", config.codebook_size, inside)
+            usage = take(f"{name}.layers.{layer}.codebook.cluster_usage", config.codebook_size)
+            tables.append(total / usage.clamp(min=SMALLEST_USAGE)[:, None])
+        project_in = project_out = None
+        if inside != size:
+            project_in = take(f"{name}.input_proj.weight", inside, size, 1)[:, :, 0]
+            project_out = take(f"{name}.output_proj.weight", size, inside, 1)[:, :, 0]
+        parts.append(Codebooks(tuple(tables), project_in, project_out))
+    return parts
 
 
 def encoder(config: MimiConfig, take: Take) -> list[Layer]:
@@ -244,21 +258,6 @@ def _block(config: MimiConfig, take: Take, name: str) -> MimiBlock:
     )
 
 
-def _codebooks(config: MimiConfig, take: Take, name: str, count: int) -> Codebooks:
-    name = f"quantizer.{name}_residual_vector_quantizer"
-    size, inside = config.hidden_size, config.vector_quantization_hidden_dimension
-    tables = []
-    for layer in range(count):
-        total = take(f"{name}.layers.{layer}.codebook.embed_sum", config.codebook_size, inside)
-        usage = take(f"{name}.layers.{layer}.codebook.cluster_usage", config.codebook_size)
-        tables.append(total / usage.clamp(min=SMALLEST_USAGE)[:, None])
-    if inside == size:
-        return Codebooks(tuple(tables), None, None)
-    project_in = take(f"{name}.input_proj.weight", inside, size, 1)
-    project_out = take(f"{name}.output_proj.weight", size, inside, 1)
-    return Codebooks(tuple(tables), project_in[:, :, 0], project_out[:, :, 0])
-
-
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "model_type": (("mimi",), "this folder holds another kind of model"),
     "audio_channels": ((1,), "the codec is mono"),
@@ -320,11 +319,6 @@ class MimiConfig:
     def latent_stride(self) -> int:
         """Positions of the transformers in one frame."""
         return 2 if self.frame_rate is None else int(math.ceil(self.sampling_rate / self.hop) / self.frame_rate)
-
-    @property
-    def frame_samples(self) -> int:
-        """Samples of one frame."""
-        return self.hop * self.latent_stride
 
     @property
     def head_size(self) -> int:

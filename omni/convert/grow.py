@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -185,10 +184,7 @@ def fresh(
         elif len(weight) == 1:
             out[prefix + name] = Lazy.filled(shape, dtype, float(name.endswith("weight")))
         else:
-            draw = partial(_uniform, shape[1:], 1 / math.sqrt(math.prod(weight[1:])))
+            bound = 1 / math.sqrt(math.prod(weight[1:]))
+            draw = lambda g, n, row=shape[1:], bound=bound: (2 * torch.rand(n, *row, generator=g) - 1) * bound  # noqa: E731
             out[prefix + name] = Lazy.drawn(shape, dtype, draw, prefix + name, seed)
     return out
-
-
-def _uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator, rows: int) -> Tensor:
-    return (2 * torch.rand(rows, *shape, generator=generator) - 1) * bound

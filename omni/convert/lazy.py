@@ -110,11 +110,11 @@ class Lazy:
         return Lazy(self.shape, dtype, read)
 
 
+@dataclass(eq=False, repr=False)
 class LazyTensors(Mapping[str, Tensor]):
     """Tensors by name, each of which is read whenever it is asked for, and not kept. `lazies`: the same tensors, unread."""
 
-    def __init__(self, lazies: Mapping[str, Lazy]) -> None:
-        self.lazies = dict(lazies)
+    lazies: Mapping[str, Lazy]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.lazies[name]()
@@ -129,7 +129,7 @@ class LazyTensors(Mapping[str, Tensor]):
 def lazies_of(tensors: Mapping[str, Tensor]) -> dict[str, Lazy]:
     """Tensors by name as lazy ones: those of `LazyTensors` stay unread."""
     if isinstance(tensors, LazyTensors):
-        return tensors.lazies
+        return dict(tensors.lazies)
     return {name: Lazy.of(tensor) for name, tensor in tensors.items()}
 
 

@@ -199,15 +199,11 @@ def write_object(source: bytes | str | os.PathLike[str], address: str) -> None:
     """Write a local file, or bytes, to an address, replacing what is there; UserError where that is refused, or goes on
     failing."""
     check_writable(address)
-
-    def work() -> None:
-        system = _system(scheme_of(address))
-        if isinstance(source, bytes):
-            system.pipe_file(address, source)
-        else:
-            system.put_file(os.fspath(source), address)
-
-    tried(work, address, "written")
+    system = _system(scheme_of(address))
+    if isinstance(source, bytes):
+        tried(lambda: system.pipe_file(address, source), address, "written")
+    else:
+        tried(lambda: system.put_file(os.fspath(source), address), address, "written")
 
 
 def check_writable(address: str) -> None:
