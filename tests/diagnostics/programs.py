@@ -83,29 +83,16 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def positions_in_place() -> Program:
-    """Token by token through the cache, and the position counted up in place."""
+def token_by_token(counted_up: bool) -> Program:
+    """Through the cache, which is written between the positions of one backward; the position counted up in place, or new."""
     model = CachedAttention()
 
     def loss(i: int) -> Tensor:
-        tokens = tokens_of(i)
+        tokens, logits = tokens_of(i), []
         input_pos = torch.tensor([0])
-        logits = []
         for t in range(4):
-            logits.append(model(tokens[:, t : t + 1], input_pos))
+            logits.append(model(tokens[:, t : t + 1], input_pos if counted_up else torch.tensor([t])))
             input_pos.add_(1)
-        return next_token_loss(torch.cat(logits, dim=1), tokens)
-
-    return train(model, loss)
-
-
-def cache_in_place() -> Program:
-    """The position is fixed; the cache is still written between the positions of one backward."""
-    model = CachedAttention()
-
-    def loss(i: int) -> Tensor:
-        tokens = tokens_of(i)
-        logits = [model(tokens[:, t : t + 1], torch.tensor([t])) for t in range(4)]
         return next_token_loss(torch.cat(logits, dim=1), tokens)
 
     return train(model, loss)

@@ -32,9 +32,9 @@ class Case:
 
 
 CASES = {
-    "positions": Case(programs.positions_in_place, INPLACE, 0, ["inplace", "cache", "cache"], "input_pos [1] int64",
+    "positions": Case(lambda: programs.token_by_token(True), INPLACE, 0, ["inplace", "cache", "cache"], "input_pos [1] int64",
                       "input_pos.add_(1)", "x = x + 1 for x.add_(1)"),
-    "cache": Case(programs.cache_in_place, INPLACE, 0, ["cache", "cache"], "keys [1, 6, 8] float32", KEYS,
+    "cache": Case(lambda: programs.token_by_token(False), INPLACE, 0, ["cache", "cache"], "keys [1, 6, 8] float32", KEYS,
                   "train without the cache"),
     "cache, second step": Case(lambda: programs.whole_sequence(True), TWICE, 1, ["cache", "cache"], "keys [1, 6, 8] float32",
                                KEYS, "train without the cache"),

@@ -29,7 +29,7 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
 
 @pytest.mark.parametrize("how", ["quiet", "traced", "failing", "interrupted"])
 def test_nothing_stays_on_after_a_step(how):
-    program = programs.positions_in_place() if how == "failing" else programs.whole_sequence(cached=False)
+    program = programs.token_by_token(True) if how == "failing" else programs.whole_sequence(cached=False)
     functions = (torch.autograd.backward, vars(library.CheckpointFunction).copy(), vars(library).copy())
     guard = Guard(program.model, program.optimizer)
     try:

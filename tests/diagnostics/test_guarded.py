@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from tests.processes import Program
-from train.objective.objective import Objective
-from train.trainer.step import PlainStep
 
 SUITE = """
 import subprocess, sys
@@ -89,19 +86,4 @@ def test_a_finding_fails_the_test_that_made_it(said: str) -> None:
     assert "(3, " in said  # how a process ends whose training gave a finding
     assert "kept[0] keeps the graph of an earlier step" in said and "audio_head.weight" in said
     assert said.count("received no gradient") >= 2 and "text_embedding.weight" in said
-
-
-@pytest.mark.long
-def test_what_was_watched_is_counted(said: str) -> None:
-    line = next(line for line in said.splitlines() if line.startswith("graph guard:"))
-    assert line == (
-        "graph guard: 24 steps of the loop, 4 forward and backward passes and 2 updates of optimizers watched in 5 tests "
-        "and 1 processes that they started; 4 findings"
-    )
-
-
-def test_without_the_option_nothing_is_watched(pytestconfig: pytest.Config) -> None:
-    patched = [
-        hasattr(function, "__wrapped__") for function in (PlainStep.__call__, Objective.forward, torch.autograd.backward)
-    ]
-    assert patched == [pytestconfig.getoption("--guard")] * 3
+    assert "watched in 5 tests and 1 processes that they started; 4 findings" in said

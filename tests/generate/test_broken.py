@@ -242,10 +242,8 @@ def test_one_logit_is_enough(task: str, value: float, late: int, monkeypatch: py
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_makes_a_row_a_broken_one(dtype: torch.dtype) -> None:
-    logits, hidden = (
-        torch.full((6, 1031), 6e4).to(dtype),
-        torch.ones(6, 1, 32),
-    )  # their sum is infinite in float16; they are not
+    logits = torch.full((6, 1031), 6e4).to(dtype)  # their sum is infinite in float16; they are not
+    hidden = torch.ones(6, 1, 32)
     for row, value in enumerate((NAN, float("inf"), -float("inf"))):
         logits[row, 517 + row] = value
     hidden[3], hidden[4, 0, :31] = 0, 0

@@ -222,9 +222,8 @@ def test_bad_pieces(chunked: bool) -> None:
         empty.push([])
         with pytest.raises(UserError, match="gave 1 pieces without samples"):
             session.ask(empty)
-        for rate in (0, 1.5, "16000"):
-            with pytest.raises(UserError, match="sample rate"):
-                session.listen(sample_rate=rate)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="sample rate"):
+            session.listen(sample_rate=0)
         assert len(session.turns) == 1
 
 

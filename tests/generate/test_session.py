@@ -150,14 +150,8 @@ def check_delivered(session: Session, taken: list[Event], later: bool = False) -
 
 
 CUTS: list[Callable[[Session, Iterator[Event]], None]] = [
-    cancel_between_events,
-    close_the_iterator,
-    leave_it_unread,
-    hear_two_frames_and_read_three_letters,
-    interrupt_what_still_plays,
-    hear_half_of_what_was_handed_over,
-    hear_some_of_what_still_plays,
-    cancel_at_once,
+    *(cancel_between_events, close_the_iterator, leave_it_unread, hear_two_frames_and_read_three_letters),
+    *(interrupt_what_still_plays, hear_half_of_what_was_handed_over, hear_some_of_what_still_plays, cancel_at_once),
 ]
 
 

@@ -114,8 +114,6 @@ def test_timings(lm: SpeechLM) -> None:
     assert 0 < t.encode < t.prefill < t.first_text <= t.first_audio < t.total
     assert t.audio == len(answer.audio) / 100 and t.real_time_factor == pytest.approx(t.total / t.audio)
     assert t.steps == 10 + lm.layout.max_delay + (answer.ended == "end") or answer.ended != "end"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        answer.text = "other"  # type: ignore[misc]
 
 
 def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,10 +126,7 @@ def test_timings_wait_for_the_device(lm: SpeechLM, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("omni.generate.results.time.perf_counter", lambda: now[0])
 
-    def looked_at(features: torch.Tensor) -> bool:
-        return True
-
-    monkeypatch.setattr("omni.engine.intake.is_finite", looked_at)
+    monkeypatch.setattr("omni.engine.intake.is_finite", lambda features: True)
     monkeypatch.setattr("omni.engine.intake.finish_queued", wait)
     for answer in (lm.generate(tone(0.3), max_seconds=0.3), *lm.generate([tone(0.3)], max_seconds=0.3)):
         assert (answer.timings.encode, answer.timings.prefill) == (5.0, 10.0)
@@ -150,8 +145,6 @@ def test_options_of_a_session_are_those_of_a_single_question(lm: SpeechLM) -> No
     assert answer.ended == "cache"
     last = list(lm.stream("hello", "T1A2", context=16, max_seconds=2.0, overflow="forget"))[-1]
     assert isinstance(last, Ended) and last.reason == "cache" and last.timings.steps == answer.timings.steps
-    with pytest.raises(TypeError, match="temprature"):
-        lm.generate("hello", "T1A2", temprature=1.0)  # type: ignore[call-arg]
 
 
 def test_an_empty_batch_and_no_codec(layout: Layout) -> None:

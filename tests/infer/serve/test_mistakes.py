@@ -11,7 +11,6 @@ import pytest
 
 from infer.serve.host import EngineHost
 from infer.serve.realtime.responses import Response
-from infer.serve.realtime.state import ContentPart, ConversationItem
 from infer.serve.settings import ServeSettings
 from omni.errors import EngineLost
 from omni.generate.question import longest
@@ -91,34 +90,6 @@ def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> Non
         assert came["error"]["param"] == f"response.input.0.content.0.{field}"
         assert (await client.ask("and now?"))["status"] in GOOD
         check_known(client.events)
-
-    talk(body)
-
-
-POISON = {
-    "long": ContentPart("input_audio", None, np.zeros(31 * 24_000, np.int16)),
-    "empty": ContentPart("input_audio", None, np.zeros(0, np.int16)),
-    "surrogate": ContentPart("input_text", "\ud800"),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
-@pytest.mark.parametrize("name", POISON)
-def test_what_got_in_all_the_same_is_left_out_of_later_questions(talk: Any, lm: SpeechLM, name: str, asked: bool) -> None:
-    async def body(client: Client) -> None:
-        await client.ask("one")
-        part = replace(POISON[name])
-        client.session.add_item(ConversationItem("message", "user", content=[part]))
-        if asked:
-            done = await client.ask()
-            error = done["status_details"]["error"]
-            assert (done["status"], error["type"], error["code"]) == ("failed", "invalid_request_error", "invalid_value")
-        assert (await client.ask("two"))["status"] in GOOD
-        session = client.session.responses.dialogue._session
-        assert (await client.ask("three"))["status"] in GOOD
-        assert client.session.responses.dialogue._session is session  # it goes on, and is not made again
-        assert [turn.question for turn in session.turns] == [tuple(lm.tokenizer.encode(t)) for t in ("one", "two", "three")]
 
     talk(body)
 

@@ -23,19 +23,7 @@ __all__ = ["serve"]
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 1e308, float("nan"), 0.5, "", "x", "root", "auto", "none", "inf"),
     *("audio/pcm", "audio/pcmu", "server_vad", "semantic_vad", "message", "user", "assistant", "input_text", "\x00", "\ud800"),
-    *(
-        "é" * 50,
-        "A" * 2001,
-        [],
-        {},
-        [None],
-        [[[]]],
-        {"type": "input_text"},
-        {"type": None},
-        {"a": {"b": {}}},
-        ["audio"],
-        ["text"],
-    ),
+    *("é" * 50, "A" * 2001, [], {}, [None], [[[]]], {"type": "input_text"}, {"type": None}, {"a": {"b": {}}}, ["audio"]),
 )
 NAMES = (
     *("type", "session", "audio", "input", "output", "format", "rate", "voice", "turn_detection", "threshold", "eagerness"),

@@ -52,22 +52,6 @@ def test_curves(tmp_path: Path, rows: int, validated: bool) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_every_curve_has_its_own_colour_and_is_inside_its_axes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: (kept.append(figure), file.touch()))
-    names = [*(f"audio{i}" for i in range(7)), "text", "audio", "alignment", "A1A2", "A1T2", "T1T2"]
-    CsvTable(tmp_path / METRICS, 0).add(1, {**{f"loss/{name}": 1.0 for name in names}, "loss": 2.0, "seconds": 9.0})
-    held_out = {"loss/text": 1.0, "loss/audio": 2.0, "wer": 30.0, "seconds": 9.0}
-    CsvTable(tmp_path / VALIDATION, 0).add(1, held_out)
-    curves(tmp_path)
-    losses, _, validation = kept[0].axes
-    assert len({line.get_color() for line in losses.lines}) == len(names) + 1
-    assert all(line.get_ydata()[0] <= validation.get_ylim()[1] for line in validation.lines)
-    (tmp_path / METRICS).unlink()
-    curves(tmp_path)
-    assert len({line.get_color() for line in kept[1].axes[0].lines}) == 2
-
-
 @pytest.mark.parametrize("rate", [8000, 16000])
 @pytest.mark.parametrize("tone", [440.0, 2000.0])
 def test_a_tone_stands_at_its_frequency(rate: int, tone: float) -> None:
@@ -126,11 +110,3 @@ def test_columns_of_a_kind_stand_together(tmp_path: Path) -> None:
     table = read_table(tmp_path / BALANCE)
     wanted = "step weight/a weight/b norm/a norm/b norm/c cosine/a/b absent/b absent/a zero/a"
     assert list(table[0]) == wanted.split() and table[1]["norm/b"] == 3 and table[0]["absent/b"] == 1
-
-
-def test_losses_alone_draw_weights_alone(tmp_path: Path) -> None:
-    report = Balancer(BalanceConfig("random"), NAMES).weights(torch.ones(3))
-    assert {name.split("/")[0] for name in report.figures(NAMES)} == {"weight"}
-    CsvTable(tmp_path / BALANCE, 0).add(1, report.figures(NAMES))
-    picture = balance(tmp_path)
-    assert picture is not None and Image.open(picture).size[1] < 400

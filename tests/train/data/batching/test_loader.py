@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def plainly_stored(states: dict) -> dict:
     return json.loads(json.dumps(states))
 
 
+def check_resumes(made: Callable[..., StepLoader], steps: int, stops: Iterable[int]) -> tuple[list[list[Batch]], list[dict]]:
+    """Loaders that were stopped after so many steps go on as one that was not; returns its steps, and the states after each."""
+    whole, wanted, states = made(), [], []
+    for _ in range(steps):
+        wanted.append(next(whole))
+        states.append(plainly_stored(whole.states))
+    whole.close()
+    for stop in stops:
+        same_steps(take(made(start_step=stop, states=states[stop - 1]), steps - stop), wanted[stop:])
+    return wanted, states
+
+
 def new_pipeline(name: str, **options) -> Pipeline:
     """A pipeline that has drawn nothing: sources of 7 and 5 rows, gone through several times, and an endless one."""
     return pipeline_of(MODELS[name], sizes=(None, 7, 5), weights=(2, 1, 1), **options)
@@ -61,14 +74,7 @@ def new_pipeline(name: str, **options) -> Pipeline:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"turns": 2}, {"repeat": 3}], ids=["rows", "turns", "repeats"])
 def test_stopped_after_any_step_it_goes_on_as_if_it_had_not(name, options):
-    whole = StepLoader(new_pipeline(name, **options), 2)
-    wanted, states = [], []
-    for _ in range(5):
-        wanted.append(next(whole))
-        states.append(plainly_stored(whole.states))
-    for stop in range(4):
-        resumed = StepLoader(new_pipeline(name, **options), 2, start_step=stop + 1, states=states[stop])
-        same_steps(take(resumed, min(2, 4 - stop)), wanted[stop + 1 : stop + 3])
+    check_resumes(lambda **state: StepLoader(new_pipeline(name, **options), 2, **state), 5, range(1, 5))
 
 
 def test_one_worker_makes_what_none_makes():

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
+from tests.train.data.batching.test_loader import check_resumes, plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TASKS, TOKENIZER, ToySource, codec_of, maker_of
 from train.data.batching.loader import Pipeline, StepLoader, merge, process_shards
 from train.data.build import build_pipeline
@@ -144,14 +144,7 @@ def test_held_out_rows_are_not_drawn_and_all_others_are(folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mixed", [False, True])
 def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(folder: Path, mixed: bool) -> None:
-    steps = 5
-    whole, wanted, states = StepLoader(pipeline(folder, mixed), 2), [], []
-    for _ in range(steps):
-        wanted.append(next(whole))
-        states.append(plainly_stored(whole.states))
-    for stop in range(1, steps):
-        resumed = StepLoader(pipeline(folder, mixed), 2, start_step=stop, states=states[stop - 1])
-        same_steps(take(resumed, steps - stop), wanted[stop:])
+    check_resumes(lambda **state: StepLoader(pipeline(folder, mixed), 2, **state), 5, range(1, 5))
 
 
 @pytest.mark.long

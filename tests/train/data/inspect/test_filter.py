@@ -205,8 +205,7 @@ class FakeASR:
     """Says the same of every sound, and remembers their lengths and languages."""
 
     def __init__(self, said: str) -> None:
-        self.said = said
-        self.sounds: list[tuple[int, str]] = []
+        self.said, self.sounds = said, list[tuple[int, str]]()
 
     def transcribe(self, audio: torch.Tensor, sample_rate: int, language: str) -> str:
         self.sounds.append((len(audio), language))

@@ -18,7 +18,7 @@ import soundfile
 import torch
 
 from omni.errors import UserError
-from tests.train.data.batching.test_loader import plainly_stored, same_steps, take
+from tests.train.data.batching.test_loader import check_resumes, plainly_stored, same_steps, take
 from tests.train.data.toys import MODELS, TOKENIZER, codec_of
 from train.data.batching.examples import Unusable
 from train.data.batching.loader import Pipeline, StepLoader
@@ -125,13 +125,7 @@ def test_its_rows_are_those_that_data_prepare_makes(data: dict[str, Path], kind:
 @pytest.mark.parametrize(("mixed", "kind"), [(False, "tar"), (False, "parquet"), (True, "parquet"), (True, "tar")])
 def test_stopped_at_any_step_it_goes_on_as_if_it_had_not(data: dict[str, Path], kind: str, mixed: bool) -> None:
     more = (SourceConfig("stored", path=str(data["rows"]), tasks={"T1T2": 1.0}, weight=0.5),) if mixed else ()
-    whole, wanted, states, steps = StepLoader(pipeline(data[kind], kind, more), 2), [], [], 4
-    for _ in range(steps):
-        wanted.append(next(whole))
-        states.append(plainly_stored(whole.states))
-    for stop in range(1, steps):
-        resumed = StepLoader(pipeline(data[kind], kind, more), 2, start_step=stop, states=states[stop - 1])
-        same_steps(take(resumed, steps - stop), wanted[stop:])
+    wanted, states = check_resumes(lambda **state: StepLoader(pipeline(data[kind], kind, more), 2, **state), 4, range(1, 4))
     without = {key: {**state, "streams": {}} for key, state in states[2].items()}  # found from the beginning
     same_steps(take(StepLoader(pipeline(data[kind], kind, more), 2, start_step=3, states=without), 1), wanted[3:])
     assert all(state["streams"]["0"][-1][0] > 0 for state in states[-1].values())
