@@ -45,14 +45,10 @@ class RowStatistics(NamedTuple):
 Rule = Callable[[RowStatistics, torch.Generator, int], Tensor]
 
 
-def _noise(s: RowStatistics, generator: torch.Generator, rows: int) -> Tensor:
-    return torch.randn(rows, len(s.mean), generator=generator)
-
-
 RULES: dict[str, Rule] = {
-    "mean": lambda s, generator, rows: s.mean + NOISE * s.deviation * _noise(s, generator, rows),
-    "normal": lambda s, generator, rows: s.deviation.square().mean().sqrt() * _noise(s, generator, rows),
-    "zero": lambda s, generator, rows: torch.zeros(rows, len(s.mean)),
+    "mean": lambda s, g, rows: s.mean + NOISE * s.deviation * torch.randn(rows, len(s.mean), generator=g),
+    "normal": lambda s, g, rows: s.deviation.square().mean().sqrt() * torch.randn(rows, len(s.mean), generator=g),
+    "zero": lambda s, g, rows: torch.zeros(rows, len(s.mean)),
 }
 """Initialisation of new rows, from statistics of the text table's rows (for heads: the text head's) of known tokens:
 

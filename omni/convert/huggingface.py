@@ -237,8 +237,11 @@ def their_config(
     kept where the decoder still fits it."""
     if decoder.qkv_bias and decoder.qk_norm:
         raise UserError(f"{where}: no known family has both decoder.qkv_bias and decoder.qk_norm; it cannot be written as one")
-    if model_type not in FAMILIES or not _fits(FAMILIES[model_type], decoder):
-        model_type = next(name for name, family in FAMILIES.items() if _fits(family, decoder))
+    form = decoder.qkv_bias, decoder.qk_norm
+    alike = {name: family for name, family in FAMILIES.items() if (family.qkv_bias, family.qk_norm) == form}
+    fitting = [name for name, family in alike.items() if decoder.window is None or family.windows != "never"]
+    if model_type not in fitting:
+        model_type = fitting[0]
     settings: dict[str, Any] = {
         "architectures": [FAMILIES[model_type].architecture],
         "model_type": model_type,
@@ -258,11 +261,6 @@ def their_config(
     if model_type == "mistral":
         settings["sliding_window"] = decoder.window
     return settings
-
-
-def _fits(family: Family, decoder: DecoderConfig) -> bool:
-    alike = (family.qkv_bias, family.qk_norm) == (decoder.qkv_bias, decoder.qk_norm)
-    return alike and (decoder.window is None or family.windows != "never")
 
 
 def _silent_embedding(source: Foreign, config: ModelConfig, size: int) -> tuple[Lazy, bool]:

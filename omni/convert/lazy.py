@@ -43,16 +43,13 @@ class Lazy:
     ) -> Lazy:
         """A tensor of random rows: `draw(generator, rows)` makes a block of them, keyed by (seed, key, block)."""
 
-        def block(number: int, total: int) -> Tensor:
-            digest = hashlib.blake2b(f"{seed}/{key}/{number}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-            return draw(generator, min(BLOCK, total - number * BLOCK)).to(dtype)
-
         def read(start: int, stop: int) -> Tensor:
-            blocks = range(start // BLOCK, -(-stop // BLOCK))
-            rows = torch.cat([block(n, shape[0]) for n in blocks]) if blocks else torch.empty(0, *shape[1:], dtype=dtype)
-            first = blocks.start * BLOCK
-            return rows[start - first : stop - first]
+            begin, blocks = start // BLOCK * BLOCK, [torch.empty(0, *shape[1:], dtype=dtype)]
+            for first in range(begin, stop, BLOCK):
+                digest = hashlib.blake2b(f"{seed}/{key}/{first // BLOCK}".encode(), digest_size=7).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+                blocks.append(draw(generator, min(BLOCK, shape[0] - first)).to(dtype))
+            return torch.cat(blocks)[start - begin : stop - begin]
 
         return cls(tuple(shape), dtype, read)
 

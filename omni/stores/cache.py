@@ -257,15 +257,12 @@ def _delete(path: Path) -> bool:
         os.close(handle)
 
 
-@lru_cache(maxsize=8)
-def cache(process: int, folder: str) -> StoreCache:
-    """The cache of a process; another one after a fork, whose locks are not shared."""
-    return StoreCache(Path(folder))
+_caches = lru_cache(maxsize=8)(lambda process, folder: StoreCache(Path(folder)))
 
 
 def own_cache() -> StoreCache:
-    """The cache of this process."""
-    return cache(os.getpid(), str(cache_folder() / "stores"))
+    """The cache of this process; another one after a fork, whose locks are not shared."""
+    return _caches(os.getpid(), str(cache_folder() / "stores"))
 
 
 # --- pointer files --------------------------------------------------------------------------------------------------------

@@ -59,15 +59,15 @@ def _lacks(value: Any) -> bool:
 class Records(ABC):
     """The records of one file."""
 
+    _count: int | None = None  # once they have been counted
+
     def __init__(self, path: DataFile) -> None:
         self.path = path
 
     def __len__(self) -> int:
+        if self._count is None:
+            self._count = sum(1 for _ in self._raw(0)[1])
         return self._count
-
-    @cached_property
-    def _count(self) -> int:
-        return sum(1 for _ in self._raw(0)[1])
 
     @abstractmethod
     def _raw(self, start: int) -> tuple[int, Iterator[Any]]:

@@ -210,7 +210,10 @@ def cut_row(data: Mapping[str, Any], where: str, files: Files, options: ReaderOp
     custom = data.get("custom") or {}
     target = custom.get("target_audio") if isinstance(custom, Mapping) else None
     if target is None and len(asked) == len(supervisions):
-        turns = [_question(supervisions, asking, files)]
+        for entry in supervisions:
+            asking.part(_start(entry), number(entry, "duration", 0.0))
+        said = " ".join(filter(None, (text(entry, "text") for entry in sorted(supervisions, key=_start))))
+        turns = [RowTurn(question_text=said, question_audio=_sound(asking, files))]  # one question of all
     else:
         turns = _dialogue(supervisions, data, asking, None if target is None else _segment({}, target, []), files)
     speaker = next(filter(None, (text(entry, "speaker") for entry in asked)), "")
@@ -249,14 +252,6 @@ def _segment(cut: Mapping[str, Any], recording: Any, channels: Sequence[Any]) ->
     return Segment(text(source, "source", needed=True), start, min(start + duration, lasting), indices)
 
 
-def _question(supervisions: Sequence[Mapping[str, Any]], asking: Segment, files: Files) -> RowTurn:
-    """Make one question of all supervisions of a cut."""
-    for entry in supervisions:
-        asking.part(_start(entry), number(entry, "duration", 0.0))
-    said = " ".join(filter(None, (text(entry, "text") for entry in sorted(supervisions, key=_start))))
-    return RowTurn(question_text=said, question_audio=_sound(asking, files))
-
-
 def _dialogue(
     supervisions: Sequence[Mapping[str, Any]], cut: Mapping[str, Any], asking: Segment, answering: Segment | None, files: Files
 ) -> list[RowTurn]:
@@ -268,23 +263,20 @@ def _dialogue(
     for sides in groups:
         parts: list[Any] = []
         for entries, segment in zip(sides, (asking, answering), strict=True):
-            if entries and (segment is None or (segment is asking and isinstance(cut.get("channel"), list))):
-                segment = _segment(cut, cut.get("recording"), _spoken_in(entries, cut))
-            parts += _side(entries, segment, files)
+            said = ""
+            sound: Sound | None = None
+            if entries:
+                if segment is None or (segment is asking and isinstance(cut.get("channel"), list)):
+                    segment = _segment(cut, cut.get("recording"), _spoken_in(entries, cut))
+                pieces = [segment.part(_start(entry), number(entry, "duration")) for entry in entries]
+                said = " ".join(filter(None, (text(entry, "text") for entry in entries)))
+                sound = _sound(pieces[0]._replace(end=max(piece.end for piece in pieces)), files)  # to the end of the last
+            parts += said, sound
         turns.append(RowTurn(*parts))
     if answering is not None and not any(answered for _, answered in groups):
         last = turns.pop() if turns else RowTurn(question_audio=_sound(asking, files))
         turns.append(replace(last, answer_audio=_sound(answering, files)))
     return turns
-
-
-def _side(entries: Sequence[Mapping[str, Any]], segment: Segment | None, files: Files) -> tuple[str, Sound | None]:
-    """Text and sound of one side of a turn, from the start of its first supervision to the end of its last."""
-    if not entries or segment is None:
-        return "", None
-    parts = [segment.part(_start(entry), number(entry, "duration")) for entry in entries]
-    said = " ".join(filter(None, (text(entry, "text") for entry in entries)))
-    return said, _sound(parts[0]._replace(end=max(part.end for part in parts)), files)
 
 
 def _sound(segment: Segment, files: Files) -> Sound | None:

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
@@ -66,11 +67,12 @@ class SpeakingConfig:
     hesitation: Annotated[tuple[float, float], span(0, 10)] = (0.2, 1.0)
 
 
+@dataclass(frozen=True, eq=False)
 class SpeakingVoice:
     """A voice with silence around what it says and pauses inside: these depend on the text and the seed alone."""
 
-    def __init__(self, voice: Voice, config: SpeakingConfig) -> None:
-        self.voice, self.config = voice, config
+    voice: Voice
+    config: SpeakingConfig
 
     def speaker(self, language: str, seed: int) -> str:
         return self.voice.speaker(language, seed)

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from omni.errors import UserError, closest
@@ -37,11 +38,11 @@ SLOT = re.compile(r"\{([^{}]*)\}")
 _TOKEN = re.compile(r"\{[^(){}\[\]<>|]*\}|<[^(){}\[\]<>|]*>|[^(){}\[\]<>|]+|.")
 
 
+@dataclass(frozen=True, eq=False)
 class Wordings:
     """The named wordings of a file, each one or more templates."""
 
-    def __init__(self, named: Mapping[str, Sequence[str]]) -> None:
-        self.named = named
+    named: Mapping[str, Sequence[str]]
 
     def expand(self, template: str, within: tuple[str, ...] = ()) -> tuple[str, ...]:
         """All wordings of a template, each once, with single spaces. `within`: names of the wordings that the template is a
