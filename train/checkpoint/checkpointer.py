@@ -323,15 +323,16 @@ class Checkpointer:
 
     def add_figures(self) -> None:
         """Add the validation's figures to the checkpoint of their step, where that was begun before them."""
-        if self.is_saved and not self._with_figures:
-            self.wait()
-            self.group.run_on_first(self._annotate)
+        saved, figures = self.saved, {"figures": self.position.figures, "validated": self.position.validated}
+        if saved is None or not self.is_saved or self._with_figures:
+            return
 
-    def _annotate(self) -> None:
-        assert self.saved is not None
-        figures = {"figures": self.position.figures, "validated": self.position.validated}
-        write_json(self.saved / retention.STATE, {**retention.read_state(self.saved), **figures}, indent=None)
-        self._prune()
+        def annotate() -> None:
+            write_json(saved / retention.STATE, {**retention.read_state(saved), **figures}, indent=None)
+            self._prune()
+
+        self.wait()
+        self.group.run_on_first(annotate)
 
     def _prune(self) -> None:
         """Deletes all checkpoints but the newest and the best."""

@@ -105,7 +105,11 @@ def check_run_folder(folder: Path, restart: bool) -> None:
     checkpoint = newest(folder / "checkpoints")
     if checkpoint is not None and (checkpoint / STATE).is_file():
         return
-    if not _is_run(folder):
+    try:
+        written = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        written = None
+    if not isinstance(written, dict) or not {"run_folder", "budget", "model", "data", "optimizer"} <= written.keys():
         for name in (*RUN_FILES, CONFIG, *RESULTS, "model.safetensors"):
             if (folder / name).exists():
                 raise UserError(f"run_folder {folder} holds {name!r}, but not of a run: name a new or empty folder")
@@ -116,15 +120,6 @@ def check_run_folder(folder: Path, restart: bool) -> None:
                     f"run_folder {folder} has the {name} of a finished run, but no checkpoint to resume from: give --resume "
                     "restart to train again, or name another folder"
                 )
-
-
-def _is_run(folder: Path) -> bool:
-    """True where the configuration in a folder is one that a run wrote."""
-    try:
-        data = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(data, dict) and {"run_folder", "budget", "model", "data", "optimizer"} <= data.keys()
 
 
 def restart(folder: Path, launch: Set[str], again: bool) -> bool:

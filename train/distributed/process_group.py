@@ -49,6 +49,7 @@ class ProcessGroup:
 
     Attributes:
         rank, world: number of this process, and how many there are.
+        first: true for the process of rank 0, which writes files and shows progress.
         data_rank, data_world: the same of processes with batches of their own, or groups of `tensor` tensor-parallel ones.
         counts: whether this process's sums count, which are those of all of its tensor-parallel group.
         step, phase: of the training, and what this process does, for messages.
@@ -57,6 +58,7 @@ class ProcessGroup:
 
     def __init__(self, fabric: Fabric, tensor: int = 1, timeout: float = PATIENCE.total_seconds()) -> None:
         self.rank, self.world = fabric.global_rank, fabric.world_size
+        self.first = self.rank == 0
         self.data_rank, self.data_world, self.counts = self.rank // tensor, self.world // tensor, self.rank % tensor == 0
         self.step, self.phase, self.timeout = 0, "start", timedelta(seconds=timeout)
         self.group: Any = None
@@ -64,11 +66,6 @@ class ProcessGroup:
         if self.world > 1:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.steps = dist.new_group(backend="gloo", timeout=self.timeout)
-
-    @property
-    def first(self) -> bool:
-        """True for the process of rank 0, which writes files and shows progress."""
-        return self.rank == 0
 
     def meet(self) -> None:
         """Wait for all processes; RuntimeError of PyTorch where one does not come in time, which the first process names."""

@@ -135,7 +135,8 @@ def _check(fact: Fact, where: str, tokenizer: Tokenizer) -> None:
         back = tokenizer.decode(tokenizer.encode(fact.answer_text))
     except UserError as error:
         raise UserError(f"{where}: answer_text cannot be tokenised: {error}") from error
-    if _composed(back) != _composed(fact.answer_text):  # no edit can make the model say it
+    written, wanted = (" ".join(unicodedata.normalize("NFKC", text).split()) for text in (back, fact.answer_text))
+    if written != wanted:  # no edit can make the model say it
         raise UserError(
             f"{where}: answer_text {fact.answer_text!r} cannot be tokenised: the model's tokenizer writes it as {back!r}; put "
             "it in words that the model knows"
@@ -165,10 +166,6 @@ def _check_together(facts: Facts) -> None:
     for text in facts.untouched:
         if plain(text) in answers:
             raise UserError(f"{facts.file}: {text!r} is a question to change and an untouched one; keep one of them")
-
-
-def _composed(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
 class Synthesiser:

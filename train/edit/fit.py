@@ -110,8 +110,9 @@ class Corrections:
                 break
             if any(_asks_same(row, candidate) for candidate in asked):
                 continue
-            others = itertools.islice(drawn, TRIES - 1)
-            other = next((other for other in others if _answer(other) != _answer(row) and not _asks_same(other, row)), None)
+            others = (other for other in itertools.islice(drawn, TRIES - 1) if not _asks_same(other, row))
+            answer = row.turns[0].answer_text.strip()
+            other = next((other for other in others if other.turns[0].answer_text.strip() != answer), None)
             if other is not None:
                 asked.append(row)
                 edits.append(_answered(row, other))
@@ -152,10 +153,6 @@ def _answered(row: Row, other: Row) -> Row:
         row.turns[0], answer_text=answer.answer_text, answer_codes=answer.answer_codes, answer_audio=answer.answer_audio
     )
     return replace(row, turns=(turn,))
-
-
-def _answer(row: Row) -> str:
-    return row.turns[0].answer_text.strip()
 
 
 def _asks_same(row: Row, other: Row) -> bool:

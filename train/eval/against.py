@@ -62,13 +62,16 @@ def compare_some(
     """
     sample = questions.sample(answered, config.against_limit)
     silent = [SpeechLM(model.model, model.tokenizer, speech_time=model.speech_time) for model in (other, lm)]
+    # Weights in memory, scales included, without what is packed for the products.
+    weights = ({id(t): t.nbytes for t in (*of.model.parameters(), *of.model.buffers())} for of in (other, lm))
+    sizes = [sum(each.values()) for each in weights]
     timed, greedy = set(sample.chosen[: config.timed]), replace(config, temperature=0.0, top_k=0)
 
     def score(asked: list[EvalQuestion]) -> Iterator[dict[str, Any]]:
         theirs, ours = (ask(model, asked, greedy, sound=False) for model in (other, lm))
         for question, their, our in zip(asked, theirs, ours, strict=True):
             scores = distance(lm, other, question.item, their) | {"same_answer": (float(same(their, our)), 1)}
-            record: dict[str, Any] = {"bytes": [bytes_of(other), bytes_of(lm)], "scores": scores}
+            record: dict[str, Any] = {"bytes": sizes, "scores": scores}
             if question.index in timed:
                 before, after = (stream_timings(model, question.item, greedy) for model in silent)
                 scores["steps"] = after.steps, after.total - after.prefill
@@ -76,12 +79,6 @@ def compare_some(
             yield record
 
     record_all(file, sample, config, progress, partial(make_question, lm, task), score)
-
-
-def bytes_of(lm: SpeechLM) -> int:
-    """Bytes of a model's weights in memory, scales included, without what is packed for the products."""
-    tensors = {id(t): t for t in (*lm.model.parameters(), *lm.model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def same(a: Answer, b: Answer) -> bool:

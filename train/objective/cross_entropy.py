@@ -5,7 +5,7 @@ Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -50,10 +50,6 @@ class VocabularyShards:
     group: Any
     text: tuple[int, int]
     audio: tuple[int, int]
-
-    def sum(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.group)
-        return values
 
 
 def vocabulary_shards(text: DTensor, audio: DTensor) -> VocabularyShards:
@@ -259,7 +255,7 @@ def _losses_and_gradients(
     if targets.shards is not None:  # each process has the gradient by the rows it holds
         for d_hidden in grads[: 1 if same else 2]:
             if d_hidden is not None:
-                targets.shards.sum(d_hidden)
+                dist.all_reduce(d_hidden, group=targets.shards.group)
     each = torch.cat(losses) if losses else total.new_zeros(0)
     return total, each, [None if same and i == 1 else grad for i, grad in enumerate(grads)]
 
@@ -289,7 +285,8 @@ def _softmax_sharded(
     logits = padded - largest
     at = torch.where(here, goal, logits.shape[1] - 1)
     right = torch.where(here, logits.gather(1, at), 0)
-    norm, right = shards.sum(torch.cat([logits.exp_().sum(1, keepdim=True), right], 1)).split(1, 1)
+    dist.all_reduce(both := torch.cat([logits.exp_().sum(1, keepdim=True), right], 1), group=shards.group)
+    norm, right = both.split(1, 1)
     loss = (norm.log() - right).squeeze(1)
     if not differentiated:
         return loss, None
@@ -303,12 +300,11 @@ def _softmax_compiled(logits: Tensor, goal: Tensor, inside: Tensor, differentiat
     for x in (logits, goal, inside):
         torch._dynamo.maybe_mark_dynamic(x, 0)
         torch._dynamo.mark_static(x, 1)
-    return _compiled()(logits, goal, inside, differentiated)  # type: ignore[no-any-return]
+    return _compiled(_softmax_without_writes)(logits, goal, inside, differentiated)  # type: ignore[no-any-return]
 
 
-@lru_cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(_softmax_without_writes)
+_compiled = lru_cache(torch.compile)
+"""`torch.compile`, once for each function."""
 
 
 def _softmax_without_writes(logits: Tensor, goal: Tensor, inside: Tensor, differentiated: bool) -> tuple[Tensor, Tensor | None]:

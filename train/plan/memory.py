@@ -100,7 +100,10 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
         start += count + PROMPT
     frames = [min(count * shape.projector.stack, shape.encoder.positions) for count in heard] * rows
     lengths = [shape.encoder.feature_frames(n) for n in frames]
-    spelt = shape.ctc > 1 and data.alignment != "none"
+    transcripts: list[list[int]] = [[] for _ in frames]
+    if shape.ctc > 1 and data.alignment != "none":
+        spellings = (1, shape.ctc - 1), (shape.ctc + 1, shape.ctc_sounds - 1)  # of each the first id, and the number of ids
+        transcripts = [[first + i % ids for first, ids in spellings if ids > 0 for i in range(max(1, n // 4))] for n in frames]
     return Batch(
         tokens=tokens,
         targets=targets,
@@ -110,17 +113,11 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
         inputs=torch.zeros(len(frames), shape.encoder.bands, max(lengths, default=0)),
         input_lengths=lengths,
         frames=frames,
-        transcripts=[_transcript(max(1, n // 4), shape) if spelt else [] for n in frames],
+        transcripts=transcripts,
         examples=rows * max(1, len(heard)),
         positions=rows * length,
         state={},
     )
-
-
-def _transcript(count: int, shape: ModelConfig) -> list[int]:
-    """`count` ids of each spelling."""
-    sounds = shape.ctc_sounds - 1
-    return [1 + i % (shape.ctc - 1) for i in range(count)] + [shape.ctc + 1 + i % sounds for i in range(count) if sounds > 0]
 
 
 def clips_of(length: int, shape: ModelConfig) -> list[int]:
@@ -188,6 +185,7 @@ class Activations:
 
     Attributes:
         mixed: products are taken in half precision under autocast, which copies weights, and an input for each linear.
+        answer: bytes of a value of the model that answers in a validation.
         p, r, out: bytes of a value of a product, of the stream between blocks, and of a block's linears' outputs.
     """
 
@@ -198,6 +196,7 @@ class Activations:
         self.quantize = config.lora.quantize if config.lora is not None else None
         self.r = 2 if config.fabric.precision == "bf16-true" and not (self.mixed and self.quantize) else 4
         self.p = 2 if self.mixed else self.r
+        self.answer = torch.finfo(answering_type("cuda" if cuda else "cpu", config.fabric.precision)).bits // 8
         self.out = self.r if self.quantize else self.p  # bitsandbytes gives what it was given: a norm's fp32
         self.batch, encoder, decoder = worst_batch(config.data, model.config), model.config.encoder, model.decoder
         self.columns = self.batch.tokens[:, 0].numel() * (not config.objective.encoder_alone)
@@ -300,11 +299,7 @@ class Activations:
         frames = rows * (shape.encoder.positions if shape.encoder.fixed_length else heard * shape.projector.stack)
         inner = max(part.out_features for part in self.model.projector.modules() if isinstance(part, nn.Linear))
         hearing = frames * max(12 * shape.encoder.width, 4 * inner / shape.projector.stack)
-        return answer_bytes(self.config, self.cuda) * (cache + max(fed, hearing))
-
-
-def answer_bytes(config: FitConfig, cuda: bool) -> int:
-    return torch.finfo(answering_type("cuda" if cuda else "cpu", config.fabric.precision)).bits // 8
+        return self.answer * (cache + max(fed, hearing))
 
 
 def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memory:
@@ -337,7 +332,7 @@ def estimate(config: FitConfig, model: SpeechModel, cuda: bool = False) -> Memor
     if rows:
         phases["gradients of tasks"] = {"gradients": full, "working": 2 * rows / share}
     if config.validation.asks:
-        size = answer_bytes(config, cuda)
+        size = passes.answer
         same = size == bytes_each(config)[0] and share == 1 and config.lora is None and not (config.ema and size == 2)
         copies = 0.0 if same else float(size * count(p for n, p in model.named_parameters() if ".lora." not in n))
         phases[ANSWERS] = {"activations": passes.answers(), "copies of weights": copies}

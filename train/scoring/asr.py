@@ -71,7 +71,7 @@ class WhisperASR:
     def __init__(self, weights: Path, device: str = "cpu") -> None:
         import whisper
 
-        sizes, stored, names = (_huggingface if weights.is_dir() else _openai)(weights)
+        sizes, stored, names = _read(weights)
         self.model = whisper.model.Whisper(whisper.model.ModelDimensions(**sizes))
         shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
         wanted = {name: names(name) for name in shapes}
@@ -112,22 +112,21 @@ Stored = tuple[dict[str, int], Mapping[str, Lazy], Callable[[str], str]]
 """A Whisper's sizes by OpenAI's names, its tensors, and what gives OpenAI's name of a tensor the one it is stored under."""
 
 
-def _openai(path: Path) -> Stored:
+def _read(path: Path) -> Stored:
+    """Reads OpenAI's file, or a Hugging Face folder."""
+    if path.is_dir():
+        settings = read_json(path / "config.json")
+        if settings.get("model_type") != "whisper":
+            raise UserError(f"{path} is no Whisper: its config.json has model_type {settings.get('model_type')!r}")
+        sizes = {name: whole_number(settings, theirs, path / "config.json") for name, theirs in _DIMENSIONS.items()}
+        weights = read_weights(path)
+        prefix = "model." if any(name.startswith("model.") for name in weights) else ""
+        return sizes, weights, lambda name: prefix + renamed(name, _RENAMED)
     data = read_torch(path)
     if not isinstance(data, Mapping) or not {"dims", "model_state_dict"} <= set(data) or not isinstance(data["dims"], Mapping):
         raise UserError(f"{path} is no Whisper of OpenAI's: it must hold dims and model_state_dict")
     sizes = {name: whole_number(data["dims"], name, path) for name in _DIMENSIONS}
     return sizes, state_of(data["model_state_dict"], path), str
-
-
-def _huggingface(path: Path) -> Stored:
-    settings = read_json(path / "config.json")
-    if settings.get("model_type") != "whisper":
-        raise UserError(f"{path} is no Whisper: its config.json has model_type {settings.get('model_type')!r}")
-    sizes = {name: whole_number(settings, theirs, path / "config.json") for name, theirs in _DIMENSIONS.items()}
-    weights = read_weights(path)
-    prefix = "model." if any(name.startswith("model.") for name in weights) else ""
-    return sizes, weights, lambda name: prefix + renamed(name, _RENAMED)
 
 
 class Sphinx:

@@ -62,6 +62,8 @@ class Balancing:
         seed: of the method's random draws.
 
     Attributes:
+        names: the balanced tasks, or streams; `checksum` tells them from others.
+        only: weights [M + 1] of one balanced task alone in each row, and last of the rest.
         tally: by figure: its sum since the last row of the log, and the number of steps that had it.
     """
 
@@ -76,9 +78,11 @@ class Balancing:
         micro_batches: int,
         seed: int = 0,
     ) -> None:
-        self.parts, self.fabric, self.module, self.group = parts, fabric, module, group
+        self.section, self.parts, self.fabric, self.module, self.group = section, parts, fabric, module, group
         by_stream = section.tasks == "streams"
-        self.balancer: Any = build(section, list(parts.streams if by_stream else parts.balanced or ()), seed)
+        self.names = list(parts.streams if by_stream else parts.balanced or ())
+        self.checksum, self.only = zlib.crc32("\n".join(self.names).encode()), torch.eye(len(self.names) + 1)
+        self.balancer: Any = build(section, self.names, seed)
         tasks, streams = len(parts.tasks), len(parts.streams)
         each = torch.arange(streams).repeat(tasks, 1)  # every stream is a task of its own
         self.cell = each if by_stream else cells_by_task(self.names, parts.tasks, streams)
@@ -90,15 +94,6 @@ class Balancing:
         self.warned: set[str] = set()
         self.now: _StepState | None = None
         self._check(micro_batches)
-
-    @property
-    def names(self) -> list[str]:
-        """The balanced tasks, or streams."""
-        return list(self.balancer.tasks)
-
-    @property
-    def section(self) -> BalanceConfig:
-        return self.balancer.config  # type: ignore[no-any-return]
 
     def _check(self, micro_batches: int) -> None:
         method, at, spec = self.section.method, self.section.at, self.section.spec
@@ -203,10 +198,6 @@ class Balancing:
         last = len(batches) - 1
         return ((batch, accumulating(self.fabric, self.module, i < last)) for i, batch in enumerate(batches))
 
-    def _only(self, task: int) -> Tensor:
-        """Weights [M + 1] of one balanced task alone, or (-1) of the rest."""
-        return torch.eye(len(self.names) + 1)[task]
-
     def _same_noise(self) -> Any:
         """A context whose random numbers are drawn once more after it."""
         return torch.random.fork_rng([self.fabric.device] if self.fabric.device.type == "cuda" else [])
@@ -267,7 +258,7 @@ class Balancing:
         for step in steps:
 
             def of_task(task: int, batch: Batch, step: _StepState = step) -> Tensor:
-                return self._pass(batch, step, self._only(task), note=step is steps[0]).total
+                return self._pass(batch, step, self.only[task], note=step is steps[0]).total
 
             passes = [partial(of_task, batch=batch.to(self.fabric.device)) for batch in step.batches]
             alone = partial(accumulating, self.fabric, self.module)
@@ -291,7 +282,7 @@ class Balancing:
         others = bool(self.counts(now.cells)[-1] > 0)
         for batch, alone in self._passes(now.batches if others or objective.config.by_heads else ()):
             with alone:
-                self._backward(self._pass(batch, now, self._only(-1), note=note, alignment_only=not others).total)
+                self._backward(self._pass(batch, now, self.only[-1], note=note, alignment_only=not others).total)
 
     def _bilevel(self, now: _StepState) -> BalanceReport:
         balancer, group, outer = self.balancer, self.group, self.parts.outer
@@ -326,19 +317,16 @@ class Balancing:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state of the balance as plain tensors; of sharded gradients, this process's part."""
-        return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": torch.tensor(self._checksum())}
+        return {**self.balancer.state_dict(), "taken": torch.tensor(self.steps), "names": torch.tensor(self.checksum)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if int(state["names"]) != self._checksum():
+        if int(state["names"]) != self.checksum:
             raise UserError(
                 f"the stored balance is of other tasks than this run's {', '.join(self.names)}, or in another order; go on "
                 "with the same, or say --resume restart"
             )
         self.steps = int(state["taken"])
         self.balancer.load_state_dict({name: t for name, t in state.items() if name not in ("taken", "names")})
-
-    def _checksum(self) -> int:
-        return zlib.crc32("\n".join(self.names).encode())
 
 
 def _own(losses: Losses) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,7 +162,9 @@ class Loop:
     def _finish(self, stop: Stop) -> tuple[int, Path | None]:
         """Ends a run whose budget is spent: last validation, exported model; the signal that has broken off the validation,
         or 0, and the model. UserError where this start has left out all steps."""
-        self.health.check_any()
+        steps, meter = self.position.step - self.health.first_step + 1, self.health.meter
+        if steps and not self.health.scaled and int(meter.skipped_in_a_row) >= steps:
+            self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
         if self.position.validated[0] < self.position.step:
             stopped = self.validation.run(stop)
             if stopped:

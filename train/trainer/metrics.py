@@ -6,7 +6,6 @@ Dimensions: T tasks, K streams.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -202,12 +201,6 @@ class StepHealth(Observer):
             if float(self.meter.skipped_in_a_row)
             else f"step {step}: {counted(skipped, 'step')} left out so far: gradients not finite"
         )
-
-    def check_any(self) -> None:
-        """Refuses (UserError) to finish a run whose start has left out all of its steps."""
-        steps = self.checkpointer.position.step - self.first_step + 1
-        if steps and not self.scaled and int(self.meter.skipped_in_a_row) >= steps:
-            self.checkpointer.check_finite(f"gradients' norm of all {steps} steps", math.nan)
 
 
 class StepFlops:

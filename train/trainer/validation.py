@@ -177,11 +177,14 @@ def held_out_loss(
     group: ProcessGroup,
 ) -> dict[str, float]:
     """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task, of the
-    average where there is one. All processes must call it, with equally many batches."""
+    average where there is one. All processes must call it, with equally many batches. `BrokenOff`: a signal has come, to a
+    run of one process; others would have to agree to that."""
     totals = torch.zeros(FIXED + 2 * len(tasks) * len(streams) + LAST, dtype=torch.float64)
     ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
     with evaluated(objective, average):
         for batch in batches:
+            if group.world == 1:
+                break_off()
             totals += loss_sums(module(batch.to(device), ones, 1.0)).to("cpu", torch.float64)
     totals = group.sum(totals)
     sums, counts = totals[FIXED:-LAST].view(2, -1).sum(1).tolist()
@@ -324,7 +327,7 @@ class RunValidation:
         group.phase = "held-out loss"
         try:
             tools = parts.tasks, parts.streams, device, average, group
-            losses = held_out_loss(self.module, parts.objective, self._breakable(), *tools)
+            losses = held_out_loss(self.module, parts.objective, parts.held_out, *tools)
         except BrokenOff:
             return None
         group.phase = "validation answers"
@@ -340,10 +343,3 @@ class RunValidation:
             values = average.values if average is not None else None
             figures = group.broadcast(with_whole_state(parts.objective, values, group, answers, "model.", answering))
         return None if figures is None else group.broadcast({**figures, **losses})
-
-    def _breakable(self) -> Iterator[Any]:
-        """The held-out batches; before each one a signal ends the validation, where no other process has to agree to that."""
-        for batch in self.parts.held_out:
-            if self.checkpointer.group.world == 1:
-                break_off()
-            yield batch
