@@ -200,9 +200,10 @@ def balance(device: torch.device, small: bool, config: str, methods: str) -> Fig
         timed: Any = loop.step
         built = {field.name: getattr(timed.take, field.name) for field in fields(PlainStep)}
         works: dict[str, Step] = {"plain": PlainStep(**built | {"balance": None})}
+        parts = loop.validation.parts
+        trainable = [(n.removeprefix("model."), p) for n, p in parts.objective.named_parameters() if p.requires_grad]
         for name, section in sections.items():
-            trainable = [(n.removeprefix("model."), p) for n, p in loop.objective.named_parameters() if p.requires_grad]
-            own = (loop.validation.parts, built["fabric"], built["module"], trainable, loop.group)
+            own = (parts, built["fabric"], built["module"], trainable, loop.group)
             works[name] = PlainStep(**built | {"balance": Balancing(section, *own, len(batches[0].batches))})
         slices = {name: partial(_slice, step) for name, step in works.items()}
         spent = in_turns(slices, [batches], device, 1 if small else 12)
@@ -224,7 +225,8 @@ def guard(device: torch.device, small: bool, config: str) -> Figures:
     """
     run, rounds = recipe(config, small), 1 if small else 8
     with with_batches(run, device, 1 if small else 4) as (loop, batches):
-        guarded = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.validation.parts.idle)
+        parts = loop.validation.parts
+        guarded = GuardedStep(loop.step, parts.objective, loop.optimizer, parts.idle)
         for phase, share in phases_of(run).items():
             plain, watched = partial(loop.step, progress=share), partial(guarded, progress=share)
             spent = in_turns({"plain": plain, "watched": watched}, batches, device, rounds)

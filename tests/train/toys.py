@@ -229,7 +229,7 @@ def toy_fit(
     with lost_named(group):
         loop = build_loop(config, parts, fabric, folder, group, callbacks, profile)
         outcome = loop.run()
-    weights = {f"model.{k}": v.detach().clone() for k, v in loop.objective.state_dict().items()}
+    weights = {f"model.{k}": v.detach().clone() for k, v in loop.validation.parts.objective.state_dict().items()}
     average = loop.checkpointer.training.average
     if average is not None:
         weights.update({f"average.{k}": v.clone() for k, v in average.values.items()})

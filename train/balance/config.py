@@ -4,7 +4,6 @@ against the other sections."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, Literal
 
@@ -158,16 +157,24 @@ def balanced_tasks(section: BalanceConfig, data: DataConfig) -> list[str]:
     stored = any(s.path is not None for s in data.sources)  # whose rows may name their own task
     for name in section.names:
         if name not in drawn and not stored:
-            raise UserError(f"balance.names has {name}, but no source has that task; the data's are {_listed(drawn)}")
-    chosen = [name for name in TASKS if name in (section.names or drawn)]
-    if section.at != "features":
-        return _enough(chosen, section, "task(s)")
-    mute = [name for name in section.names if TASKS[name].question != "audio"]
-    if mute:
+            raise UserError(
+                f"balance.names has {name}, but no source has that task; the data's are {', '.join(sorted(drawn)) or 'none'}"
+            )
+    chosen, noun = [name for name in TASKS if name in (section.names or drawn)], "task(s)"
+    if section.at == "features":
+        mute = [name for name in section.names if TASKS[name].question != "audio"]
+        if mute:
+            raise UserError(
+                f"balance.names has {mute[0]}, which asks in writing: at level features only tasks that ask by speech meet"
+            )
+        chosen, noun = [name for name in chosen if TASKS[name].question == "audio"], "task(s) that ask by speech"
+    if not 2 <= len(chosen) <= MAX_TASKS:
+        listed = ", ".join(sorted(chosen)) or "none"
         raise UserError(
-            f"balance.names has {mute[0]}, which asks in writing: at level features only tasks that ask by speech meet"
+            f"balance.method {section.method} at level {section.at} has {len(chosen)} {noun} to balance ({listed}); it needs 2 "
+            f"to {MAX_TASKS}: give data.sources more of them"
         )
-    return _enough([name for name in chosen if TASKS[name].question == "audio"], section, "task(s) that ask by speech")
+    return chosen
 
 
 def check_balance(
@@ -196,16 +203,3 @@ def check_balance(
             f"balance.method {method} takes one micro-batch a step in each process, but data.micro_batches is "
             f"{data.micro_batches} and fabric has {processes} process(es); make data.micro_batches {processes}"
         )
-
-
-def _enough(names: Sequence[str], section: BalanceConfig, noun: str) -> list[str]:
-    if not 2 <= len(names) <= MAX_TASKS:
-        raise UserError(
-            f"balance.method {section.method} at level {section.at} has {len(names)} {noun} to balance ({_listed(names)}); it "
-            f"needs 2 to {MAX_TASKS}: give data.sources more of them"
-        )
-    return list(names)
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(sorted(names)) or "none"

@@ -5,6 +5,7 @@ Those of gradients are TorchJD's implementations wherever possible. Each gives t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from train.balance import bilevel  # noqa: F401
 from train.balance.registry import METHODS, Setting, rate, register_method
 from train.balance.rows import MethodChoice, MethodInput
-from train.balance.solvers import DualCone, fair, on_simplex, solved
 from train.balance.solvers import cagrad as cagrad_dual
+from train.balance.solvers import dual_cone, fair, on_simplex, solved
 
 __all__ = ["METHODS"]  # with those of `bilevel`
 
@@ -65,7 +66,7 @@ def dwa(inputs: MethodInput) -> MethodChoice:
 @register_method("random", "loss", ahead=True)
 def random(inputs: MethodInput) -> MethodChoice:
     """Random loss weighting (Lin et al. 2022): the softmax of a normal draw, of all tasks."""
-    draw = torch.randn(inputs.state.tasks, generator=inputs.generator()).double().softmax(0)
+    draw = torch.randn(inputs.state.tasks, generator=torch.Generator().manual_seed(inputs.key)).double().softmax(0)
     return MethodChoice(draw[inputs.present])
 
 
@@ -204,7 +205,7 @@ def upgrad(inputs: MethodInput) -> MethodChoice:
     cone."""
     from torchjd.aggregation import UPGradWeighting
 
-    projector: Any = DualCone(inputs.settings["norm_eps"], inputs.settings["reg_eps"])
+    projector: Any = partial(dual_cone, norm_eps=inputs.settings["norm_eps"], reg_eps=inputs.settings["reg_eps"])
     return MethodChoice(UPGradWeighting(projector=projector)(inputs.rows.gramian()))
 
 
@@ -216,7 +217,7 @@ def graddrop(inputs: MethodInput) -> MethodChoice:
     """
     rows, leak = inputs.rows.values, inputs.settings["leak"]
     purity = 0.5 * (1 + rows.sum(0) / (rows.abs().sum(0) + 1e-7))
-    draw = torch.rand(purity.shape, generator=inputs.generator()).to(purity)
+    draw = torch.rand(purity.shape, generator=torch.Generator().manual_seed(inputs.key)).to(purity)
     kept = torch.where(purity > draw, rows > 0, (purity < draw) & (rows < 0)).to(rows)
     factors = leak + (1 - leak) * kept
     return MethodChoice(factors.mean(1).to("cpu", torch.float64), factors=factors)

@@ -35,10 +35,6 @@ def rate(default: float) -> Setting:
     return Setting(default, positive=True)
 
 
-def never(settings: Values) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Method:
     """Requirements and properties of a method.
@@ -67,11 +63,11 @@ class Method:
     batches: int = 1
     linear: bool = True
     ahead: bool = False
-    losses: Callable[[Values], bool] = never
+    losses: Callable[[Values], bool] = lambda settings: False
     signs: bool = False
     keeps: bool = False
     after: Callable[[Any], None] | None = None
-    again: Callable[[Values], bool] = never
+    again: Callable[[Values], bool] = lambda settings: False
     bilevel: bool = False
     passes: Callable[[int, float, Values], tuple[float, float]] | None = None
 

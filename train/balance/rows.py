@@ -55,8 +55,9 @@ class Rows:
     def gramian(self, other: Rows | None = None) -> Tensor:
         """Compute the inner products [m, m] of the rows with each other, or with those of another batch; float64 on the CPU."""
         right = self if other is None else other
-        products = torch.zeros(len(self), len(right), dtype=_exact(self.values), device=self.values.device)
-        for columns in _pieces(self.values):
+        dtype, pieces = _pieces(self.values)
+        products = torch.zeros(len(self), len(right), dtype=dtype, device=self.values.device)
+        for columns in pieces:
             piece = self.values[:, columns].to(products)
             products += piece @ (piece if right is self else right.values[:, columns].to(products)).T
         return self.statistic(products)
@@ -80,21 +81,18 @@ class Rows:
 
 def mixed(weights: Tensor, values: Tensor) -> Tensor:
     """Sum rows [m, P] times their weights [m] to [P]; in float64, as large weights may cancel each other."""
-    weights = weights.to(values.device, _exact(values))
-    mixture = values.new_empty(values.shape[1])
-    for columns in _pieces(values):
+    dtype, pieces = _pieces(values)
+    weights, mixture = weights.to(values.device, dtype), values.new_empty(values.shape[1])
+    for columns in pieces:
         mixture[columns] = (weights @ values[:, columns].to(weights)).to(mixture)
     return mixture
 
 
-def _exact(values: Tensor) -> torch.dtype:
-    return torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
-
-
-def _pieces(values: Tensor) -> Iterator[slice]:
-    """Slices of the columns of [m, P], so that a copy of one slice in another dtype is small."""
+def _pieces(values: Tensor) -> tuple[torch.dtype, Iterator[slice]]:
+    """The dtype that sums of [m, P] are exact in, and slices of the columns, so that a copy of one slice in it is small."""
     width = max(-(-values.shape[1] // _PIECES), 4096)
-    return (slice(start, start + width) for start in range(0, values.shape[1], width))
+    dtype = torch.float32 if values.device.type == "mps" else torch.float64  # MPS has no float64
+    return dtype, (slice(start, start + width) for start in range(0, values.shape[1], width))
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
@@ -156,7 +154,7 @@ class MethodInput:
         rows: their gradients, where the level has any.
         others: their gradients of independent batches of the step, where the method needs them.
         settings: all settings of the method, defaults included.
-        key: seed of the step's random draws.
+        key: seed of the step's random draws, the same in every process, and in a resumed run.
         present: which tasks take part, [m] bool.
     """
 
@@ -209,10 +207,6 @@ class MethodInput:
         self.set(name, value)
         for key, tensor in parts.items():
             self.set(f"{name}/{key}", tensor)
-
-    def generator(self) -> torch.Generator:
-        """Make the generator of this step's draws: the same on every process, and on a resumed run."""
-        return torch.Generator().manual_seed(self.key)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:

@@ -126,23 +126,18 @@ def fair(gramian: Array, power: float) -> Array:
     return w * size ** (-1 / (1 + power))
 
 
-class DualCone:
+def dual_cone(U: Tensor, G: Tensor, norm_eps: float, reg_eps: float) -> Tensor:
     """A `DualConeProjector` of TorchJD: for each u [..., m] the v >= u that minimises v'Gv.
 
     Args:
         norm_eps: a Gramian of a smaller trace counts as zero.
         reg_eps: added to the diagonal of the Gramian, which is divided by its trace before.
     """
-
-    def __init__(self, norm_eps: float, reg_eps: float) -> None:
-        self.norm_eps, self.reg_eps = norm_eps, reg_eps
-
-    def __call__(self, U: Tensor, G: Tensor) -> Tensor:
-        g = to_array(G)
-        m, trace = len(g), np.trace(g)
-        g = (g / trace if trace >= self.norm_eps else 0 * g) + self.reg_eps * np.eye(m)
-        none = (np.zeros((0, m)), np.zeros(0))
-        return like(np.apply_along_axis(lambda u: quadratic(g, np.zeros(m), none, (np.eye(m), u)), -1, to_array(U)), U)
+    g = to_array(G)
+    m, trace = len(g), np.trace(g)
+    g = (g / trace if trace >= norm_eps else 0 * g) + reg_eps * np.eye(m)
+    none = (np.zeros((0, m)), np.zeros(0))
+    return like(np.apply_along_axis(lambda u: quadratic(g, np.zeros(m), none, (np.eye(m), u)), -1, to_array(U)), U)
 
 
 def to_array(tensor: Tensor) -> Array:

@@ -283,8 +283,8 @@ class Checkpointer:
                 futures.wait([last])
             except KeyboardInterrupt:
                 self.say(f"the upload was broken off; everything is in {self.folder}")
-        for line in self.uploads.messages():
-            self.say(line)
+        while self.uploads.lines:
+            self.say(self.uploads.lines.popleft())
 
     def check_finite(self, name: str, value: float) -> None:
         """Refuse to go on from a value that is not finite: UserError naming the last good checkpoint, and what may help."""

@@ -46,12 +46,13 @@ class Uploads:
 
     Attributes:
         last: done once everything is copied, or has failed; None before there was anything.
+        lines: about uploads, for whoever says them to take away.
     """
 
     def __init__(self, address: str) -> None:
         self.address = check_upload(address)
         self.last: Future[None] | None = None
-        self._lines: deque[str] = deque()
+        self.lines: deque[str] = deque()
         self._checkpoint: tuple[Future[None], str, Path] | None = None  # the last one, with its name and folder
 
     def add(self, folder: Path) -> None:
@@ -61,15 +62,11 @@ class Uploads:
         if is_checkpoint:
             name, held = f"{CHECKPOINTS}/{folder.name}", _links(folder)
             if self._checkpoint is not None and self._checkpoint[0].cancel():
-                self._lines.append(f"{self._checkpoint[1]} is not uploaded: the next checkpoint came first")
+                self.lines.append(f"{self._checkpoint[1]} is not uploaded: the next checkpoint came first")
                 _discard(self._checkpoint[2])
         self.last = in_background(lambda: self._upload(name, held), after=self.last)
         if is_checkpoint:
             self._checkpoint = self.last, name, held
-
-    def messages(self) -> list[str]:
-        """Return the lines about uploads since the last call."""
-        return [self._lines.popleft() for _ in range(len(self._lines))]
 
     def _upload(self, name: str, folder: Path) -> None:
         address = join(self.address, name)
@@ -79,10 +76,10 @@ class Uploads:
                 write_object(file, join(address, file.relative_to(folder).as_posix()))
             if name.startswith(f"{CHECKPOINTS}/"):
                 write_object(f"{Path(name).name}\n".encode(), join(self.address, f"{CHECKPOINTS}/{LAST}"))
-            self._lines.append(f"uploaded {shown(address)}")
+            self.lines.append(f"uploaded {shown(address)}")
         except Exception as error:
             why = str(error) if isinstance(error, UserError) else in_one_line(error)
-            self._lines.append(f"{name} is not uploaded, and the run goes on: {why}")
+            self.lines.append(f"{name} is not uploaded, and the run goes on: {why}")
         _discard(folder)
 
 

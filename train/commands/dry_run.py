@@ -162,7 +162,7 @@ class Workbench:
         self.config, self.objective = config, Objective(model, config.objective, teacher)
         also = set_trainable(model, config.trainable_patterns)
         if precision == "bf16-true":
-            AdapterPrecision().convert_module(self.objective)
+            AdapterPrecision("bf16-true").convert_module(self.objective)
         self.objective.to(device)
         learning = [(name, p) for name, p in self.objective.named_parameters() if p.requires_grad]
         self.named = [(name.removeprefix("model."), p) for name, p in learning]

@@ -214,7 +214,8 @@ def examine(config: FitConfig, steps: int) -> list[Finding]:
         )
         check_start(with_alignment(alone))
         loop = prepare(alone, build_fabric(alone.fabric), Path(folder))
-        take = GuardedStep(loop.step, loop.objective, loop.optimizer, loop.validation.parts.idle, seen=1, trace=True)
+        parts = loop.validation.parts
+        take = GuardedStep(loop.step, parts.objective, loop.optimizer, parts.idle, seen=1, trace=True)
         try:
             with Stop() as stop:
                 feed = loop.feed(stop)

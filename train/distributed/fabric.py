@@ -54,7 +54,7 @@ def build_fabric(config: FabricConfig) -> Fabric:
         raise UserError("`fabric run --precision bf16-true` rounds adapters: leave it out there, and set fabric.precision")
     # `fabric run` sets LT_* variables, which only Fabric's own defaults do not contradict.
     precision: Any = None if config.precision in ("32-true", "bf16-true") else config.precision
-    half = AdapterPrecision() if config.precision == "bf16-true" else None
+    half = AdapterPrecision("bf16-true") if config.precision == "bf16-true" else None
     try:
         fabric = Fabric(
             accelerator=config.accelerator,
@@ -250,9 +250,6 @@ class AdapterPrecision(HalfPrecision):
     device = "cpu"
     """Device type of autocast."""
     _adapters = False
-
-    def __init__(self) -> None:
-        super().__init__("bf16-true")
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         self._adapters = bool(adapted(module))

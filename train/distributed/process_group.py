@@ -67,18 +67,18 @@ class ProcessGroup:
             self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.steps = dist.new_group(backend="gloo", timeout=self.timeout)
 
-    def meet(self) -> None:
-        """Wait for all processes; RuntimeError of PyTorch where one does not come in time, which the first process names."""
+    def meet(self, values: Tensor) -> Tensor:
+        """Wait for all processes, and sum a float64 tensor on the CPU over them; RuntimeError of PyTorch where one does not
+        come in time, which the first process names."""
         if self.world > 1:
             dist.monitored_barrier(self.steps, self.timeout, wait_all_ranks=True)
+            dist.all_reduce(values, group=self.steps)
+        return values
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum a tensor over processes, those of a tensor-parallel group once, in float64 on the CPU."""
         values = values.detach().to("cpu", torch.float64)
-        return self.sum_all(values if self.counts else torch.zeros_like(values))
-
-    def sum_all(self, values: Tensor) -> Tensor:
-        """Sum a float64 tensor on the CPU over all processes."""
+        values = values if self.counts else torch.zeros_like(values)
         if self.world > 1:
             dist.all_reduce(values, group=self.steps)
         return values

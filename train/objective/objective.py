@@ -264,24 +264,23 @@ class Teacher(nn.Module):
     """An encoder's first weights, which hear whole clips. It is frozen, and part of no checkpoint and no exported model.
 
     Args:
-        encoder: a copy with these weights, see `frozen`; None where the student has them itself, below its adapters.
+        encoder: with these weights, which are copied; None where the student has them itself, below its adapters.
         padded: it hears each clip in its window, the silence behind included, as it did where the weights came from.
     """
 
     def __init__(self, encoder: Encoder | None = None, padded: bool = False) -> None:
         super().__init__()
-        self.encoder, self.padded = encoder, padded
+        self.encoder: Encoder | None = None
+        self.padded = padded
+        if encoder is not None:  # may be of fake tensors, which `deepcopy` alone would give a mode of their own
+            copies: dict[int, Tensor] = {id(b): b.detach().clone() for b in encoder.buffers()}
+            copies |= {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in encoder.parameters()}
+            self.encoder = copy.deepcopy(encoder, copies)
 
     def forward(self, student: Encoder, features: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> Tensor:
         """Frames [T, D] of a batch's clips without graph; for the arguments see `Encoder.forward`."""
         with using(BASE):
             return (student if self.encoder is None else self.encoder).hear_whole(features, lengths, frames, self.padded)
-
-
-def frozen(encoder: Encoder) -> Encoder:
-    """A copy of an encoder that is not trained; of fake tensors too, which `deepcopy` alone would give a mode of their own."""
-    values = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in encoder.parameters()}
-    return copy.deepcopy(encoder, {**values, **{id(b): b.detach().clone() for b in encoder.buffers()}})
 
 
 # --- how a pass weighs the tasks -----------------------------------------------------------------------------------------

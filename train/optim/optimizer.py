@@ -89,18 +89,15 @@ class Optimizers(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.inner: dict[str, torch.optim.Optimizer] = {}
         for rule in dict.fromkeys(g["rule"] for g in self.param_groups):
-            # The inner optimizer adds its defaults to these same dictionaries; its state is ours (`_share`).
-            self.inner[rule] = RULES[rule]([g for g in self.param_groups if g["rule"] == rule], config)
-        self._share()
-
-    def _share(self) -> None:
-        for rule, inner in self.inner.items():
-            inner.param_groups = [g for g in self.param_groups if g["rule"] == rule]
+            # The inner optimizer adds its defaults to these same dictionaries; its state is ours.
+            self.inner[rule] = inner = RULES[rule]([g for g in self.param_groups if g["rule"] == rule], config)
             inner.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._share()
+        for rule, inner in self.inner.items():
+            inner.param_groups = [g for g in self.param_groups if g["rule"] == rule]
+            inner.state = self.state
 
     @torch.no_grad()
     def allocate(self, p: nn.Parameter) -> None:

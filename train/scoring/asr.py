@@ -26,7 +26,7 @@ from omni.convert.contract import match, renamed, whole_number
 from omni.convert.lazy import Lazy
 from omni.errors import UserError
 from omni.files import read_json
-from train.scoring.text import Normaliser, by_characters, primary, word_errors
+from train.scoring.text import NO_SPACES, Normaliser, primary, word_errors
 
 _DIMENSIONS = {
     "n_mels": "num_mel_bins",
@@ -105,7 +105,7 @@ def error_rate(text: str, heard: str, language: str) -> float:
 def _normaliser(language: str) -> Normaliser:
     from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
-    return EnglishTextNormalizer() if language == "en" else BasicTextNormalizer(split_letters=by_characters(language))
+    return EnglishTextNormalizer() if language == "en" else BasicTextNormalizer(split_letters=language in NO_SPACES)
 
 
 Stored = tuple[dict[str, int], Mapping[str, Lazy], Callable[[str], str]]

@@ -45,15 +45,10 @@ def primary(language: str) -> str:
     return language.replace("_", "-").split("-")[0].casefold()
 
 
-def by_characters(language: str) -> bool:
-    """True for languages whose errors are counted by characters."""
-    return primary(language) in NO_SPACES
-
-
 def text_errors(reference: str, said: str, language: str) -> tuple[str, int, int]:
     """Count the errors of `said` against `reference`, both normalised: `wer` or `cer`, as the language is counted; the
     errors (substitutions, deletions, insertions; jiwer); words or characters (without spaces) of the reference."""
-    if by_characters(language):
+    if primary(language) in NO_SPACES:
         spread = (" ".join("".join(text.split())) for text in (reference, said))
         return "cer", *word_errors(*spread)
     return "wer", *word_errors(reference, said)

@@ -154,7 +154,7 @@ def prepare(
     say(screen.parameters_line("model", initial.model.parameters()))
     parts = run_group.together(lambda: build_parts(config, initial, fabric, folder, run_group, say))
     loop = build_loop(config, parts, fabric, folder, run_group, callbacks, profile, lambda: pictures(folder))
-    for line in screen.ready_lines(config, loop.objective, loop.position, loop.checkpointer.saved):
+    for line in screen.ready_lines(config, parts.objective, loop.position, loop.checkpointer.saved):
         say(line)
     return loop
 

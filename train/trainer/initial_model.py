@@ -32,7 +32,7 @@ from train.checkpoint.retention import brief, differences
 from train.config.run import FitConfig
 from train.config.sections import LoRASection, ModelSection
 from train.distributed.process_group import ProcessGroup
-from train.objective.objective import Teacher, frozen
+from train.objective.objective import Teacher
 
 CHUNKS = ("encoder.chunk_ms", "encoder.train_chunk_ms", "encoder.history_ms")
 HEADS = ("alignment_head.", "turn_head.")
@@ -230,7 +230,7 @@ def teacher_of(config: FitConfig, model: SpeechModel, padded: bool) -> Teacher |
     names = [name for name, _ in model.named_parameters()]
     trained = match_names(config.trainable_patterns, names, "trainable", strict=False)
     own = any(name.startswith("encoder.") for name in trained)
-    return Teacher(frozen(model.encoder) if own else None, padded)
+    return Teacher(model.encoder if own else None, padded)
 
 
 def teacher_checksum(encoder: Encoder, group: ProcessGroup) -> int:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
 from omni.errors import UserError
 from train.checkpoint.checkpointer import Checkpointer
 from train.checkpoint.state import Position
@@ -57,10 +55,6 @@ class Loop:
     @property
     def position(self) -> Position:
         return self.checkpointer.position
-
-    @property
-    def objective(self) -> nn.Module:
-        return self.validation.parts.objective
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

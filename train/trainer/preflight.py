@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -120,11 +121,11 @@ def check_machine(config: FitConfig) -> None:
     problems.tell()
 
 
+@dataclass
 class _Problems:
     """Collects what is missing, each thing once."""
 
-    def __init__(self) -> None:
-        self.lines: dict[str, str] = {}
+    lines: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def of(self, key: str) -> Iterator[None]:

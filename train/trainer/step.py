@@ -85,8 +85,7 @@ class Feed:
         clock = self.clock() if group.first else 0.0
         own = torch.cat([counts * group.counts, torch.tensor([clock, *flags], dtype=torch.float64)])
         group.phase = "exchange of counts"
-        group.meet()
-        whole = group.sum_all(own)
+        whole = group.meet(own)
         held_up = time.perf_counter() - start - waited
         seconds, failed, ended_in, *stops = whole[len(counts) :].tolist()
         if failed:

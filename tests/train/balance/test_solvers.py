@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.balance.solvers import DualCone, cagrad, fair, on_simplex, quadratic
+from train.balance.solvers import cagrad, dual_cone, fair, on_simplex, quadratic
 
 
 def gramian(m: int, seed: int, width: int = 6) -> np.ndarray:
@@ -62,7 +62,7 @@ def test_dual_cone(seed: int) -> None:
     """v >= u, G v >= 0, and one of both is tight for each task: the conditions of the projection."""
     g = torch.from_numpy(gramian(4, seed))
     u = torch.rand(4, generator=torch.Generator().manual_seed(seed)).double()
-    v = DualCone(1e-4, 0.0)(u[None], g)[0]
+    v = dual_cone(u[None], g, 1e-4, 0.0)[0]
     assert (v - u).min() >= -1e-8
     assert (g @ v).min() >= -1e-6
     assert ((v - u) * (g @ v)).abs().max() < 1e-6

@@ -88,9 +88,8 @@ def test_markers_are_written_last(bucket: Any, tmp_path: Path, written: list[str
         "model/tokenizer.json",
         "model/config.json",
     ]
-    told = uploads.messages()
-    assert told == [f"uploaded {bucket.address('runs/a')}/{name}" for name in ("checkpoints/step-00000003", "model")]
-    assert not uploads.messages()
+    told = [f"uploaded {bucket.address('runs/a')}/{name}" for name in ("checkpoints/step-00000003", "model")]
+    assert list(uploads.lines) == told
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_is_copied_and_one_that_waits_left_out(
@@ -112,7 +111,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_copied_and_one_that_waits_lef
         retention.discard(place)
     go_on.set()
     wait([uploads.last])
-    lines = uploads.messages()
+    lines = list(uploads.lines)
     assert lines[0] == "checkpoints/step-00000002 is not uploaded: the next checkpoint came first"
     assert [line.rpartition("/")[2] for line in lines[1:]] == ["step-00000001", "step-00000003"]
     assert not list((tmp_path / "checkpoints").iterdir())

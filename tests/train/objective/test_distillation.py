@@ -18,7 +18,7 @@ from tests.close import assert_near
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
 from tests.train.toys import ALONE
 from train.objective.config import ObjectiveConfig
-from train.objective.objective import HEADS, Objective, Teacher, frozen, targets
+from train.objective.objective import HEADS, Objective, Teacher, targets
 from train.trainer.metrics import StepMetrics
 from train.trainer.validation import held_out_loss
 
@@ -35,7 +35,7 @@ def model() -> SpeechModel:
 
 def moved(model: SpeechModel, seed: int = 1) -> Teacher:
     """A teacher of the model's weights, which are then changed."""
-    teacher, dice = Teacher(frozen(model.encoder)), torch.Generator().manual_seed(seed)
+    teacher, dice = Teacher(model.encoder), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.encoder.parameters():
             p += 0.1 * torch.randn(p.shape, generator=dice)
@@ -102,7 +102,7 @@ def test_parts_of_a_step_add_up_to_the_whole_and_one_has_no_clips(model: SpeechM
 def test_an_encoder_that_hears_whole_clips_starts_at_its_teacher(model: SpeechModel) -> None:
     """Bit for bit, with adapters that were not trained yet, and with any that are switched off."""
     batch = pack(model, [make_examples(model, ["A1T1", "A1A2"])], 128)
-    whole = Teacher(frozen(model.encoder))(model.encoder, batch.inputs, batch.input_lengths, batch.frames)
+    whole = Teacher(model.encoder)(model.encoder, batch.inputs, batch.input_lengths, batch.frames)
     add_adapter(model, LoRAConfig(("encoder.*",), rank=2))
     with torch.no_grad():
         for p in (p for name, p in model.named_parameters() if name.endswith("lora.default.b")):
