@@ -308,8 +308,8 @@ class Checkpointer:
         return UserError(f"the model is not exported: {error}, after checkpoint {self.saved}{way}")
 
     def own_shards(self) -> States:
-        """States of this process's packers."""
-        shards = self.position.packer_shards
+        """States of this process's packers; of a tensor-parallel group, in its first process alone."""
+        shards = self.position.packer_shards if self.group.counts else {}
         return {key: shard for key, shard in shards.items() if shard["packer_shard"] in self.packer_shards}
 
     def is_best(self, value: float | None) -> bool:

@@ -292,48 +292,43 @@ REPLACED = "replaced"
 def merge_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
     """Write a model folder with edits in its weights; returns the names of the linears that changed. UserError for edits of
     another model, or that are in its weights already."""
-    _check(model, out, overwrite)
-    name = name_of(edits)
-    if (model / REPLACED / name).is_dir():
+    replaced = _replaced(model, edits, out, overwrite)
+    if replaced.is_dir():
         raise UserError(f"{edits} is merged into {model} already; to take it out: omni-train edit revert {model} {edits} OUT")
     loaded = load_folder(model)
     corrections = load_edits(edits, loaded.model)
     merged = merge(loaded.model, corrections)
     with replacing_folder(out) as folder:
         _write(folder, model, loaded)
-        save_merged(folder / REPLACED / name, merged)
+        save_merged(folder / REPLACED / replaced.name, merged)
     return list(corrections.deltas)
 
 
 def revert_folder(model: Path, edits: Path, out: Path, overwrite: bool = False) -> list[str]:
     """Writes a model folder without edits that were merged, bit for bit as before; returns the names of the linears.
     UserError where they never were, or the weights have changed since."""
-    _check(model, out, overwrite)
-    name = name_of(edits)
-    loaded = load_folder(model)
-    if not (model / REPLACED / name).is_dir():
+    replaced, loaded = _replaced(model, edits, out, overwrite), load_folder(model)
+    if not replaced.is_dir():
         raise UserError(
             f"{edits} was never merged into {model}, so there is nothing to revert; give the folder that was merged"
         )
-    merged = load_merged(model / REPLACED / name)
+    merged = load_merged(replaced)
     revert(loaded.model, merged)
     with replacing_folder(out) as folder:
         _write(folder, model, loaded)
-        shutil.rmtree(folder / REPLACED / name)
+        shutil.rmtree(folder / REPLACED / replaced.name)
         if not any((folder / REPLACED).iterdir()):
             (folder / REPLACED).rmdir()
     return list(merged.after)
 
 
-def name_of(edits: Path) -> str:
-    """The name of edits: the checksum of their tensors. UserError where the folder holds none."""
-    _, facts = read_tensors(edits, "edits")
-    return f"{facts['tensors']['crc32']:08x}"
-
-
-def _check(model: Path, out: Path, overwrite: bool) -> None:
+def _replaced(model: Path, edits: Path, out: Path, overwrite: bool) -> Path:
+    """The folder of what edits replaced in a model folder, there or not, named by the checksum of their tensors. UserError for
+    an output that is taken, a model that is quantised, or a folder that holds no edits."""
     check_replaceable(out, (CONFIG,), (model,), overwrite=overwrite)
     check_full_precision(model, "merging")
+    _, facts = read_tensors(edits, "edits")
+    return model / REPLACED / f"{facts['tensors']['crc32']:08x}"
 
 
 def _write(folder: Path, model: Path, loaded: Any) -> None:

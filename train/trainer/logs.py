@@ -212,7 +212,7 @@ class DataCounts(Observer):
     def on_log(self, step: int, figures: Figures) -> None:
         """Adds rows, seconds of sound and tokens by source, and rows left out, since the start of the run; `unused.csv` is
         written again where more rows are left out."""
-        own, counters, group = self._own(), ("skipped", "broken"), self.checkpointer.group
+        own, counters, group = self.checkpointer.own_shards().values(), ("skipped", "broken"), self.checkpointer.group
         for source, of in self.trained().items():
             name = re.sub(r"data\.sources\[(\d+)\].*", r"source\1", source)
             figures |= {f"rows/{name}": of.rows, f"seconds/{name}": of.milliseconds / 1000, f"tokens/{name}": of.tokens}
@@ -232,12 +232,10 @@ class DataCounts(Observer):
     def trained(self) -> dict[str, Trained]:
         """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call
         it."""
-        own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in self._own()]
+        shards = self.checkpointer.own_shards().values()
+        own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in shards]
         sums = Counts.joined(counts for of in self.checkpointer.group.gather(own) for counts in of).trained
         return dict(sorted(sums.items()))
-
-    def _own(self) -> list[Mapping[str, Any]]:
-        return list(self.checkpointer.own_shards().values()) if self.checkpointer.group.counts else []
 
 
 def run_id(folder: Path) -> str:
