@@ -219,7 +219,8 @@ def load(folder: Path, training: Training, group: ProcessGroup, fresh: list[str]
         if not metadata:
             raise FileNotFoundError(f"{TENSORS}/state.safetensors is missing")
         others = _state_of_other_rules(metadata, module, optimizer)
-        stored = {name: meta for name, meta in metadata.items() if _parameter_of(name) not in others}
+        left = tuple(f"optimizer.{name}." for name in others)
+        stored = {name: meta for name, meta in metadata.items() if not name.startswith(left)}
         if fresh is not None:
             fresh += sorted(others)
         _allocate_optimizer_state(stored, module, optimizer)
@@ -269,21 +270,16 @@ def load_balance(folder: Path, module: nn.Module, group: ProcessGroup) -> dict[s
     return state
 
 
-def _parameter_of(name: str) -> str | None:
-    """The parameter whose optimizer state a stored tensor of this name is; None for another tensor."""
-    return name[len("optimizer.") :].rpartition(".")[0] if name.startswith("optimizer.") else None
-
-
 def _state_of_other_rules(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
     """Parameters whose stored optimizer state is not that of the rule that trains them now."""
     rules = {p: group.get("rule") for group in optimizer.param_groups for p in group["params"]}
     wanted = {name: STATE_KEYS.get(str(rules.get(p))) for name, p in module.named_parameters()}
     keys: dict[str, set[str]] = {}
     for name in stored:
-        parameter = _parameter_of(name)
-        if parameter is not None:
-            keys.setdefault(parameter, set()).add(name.rpartition(".")[2])
-    return {name for name, stored_keys in keys.items() if (key := wanted.get(name)) is not None and key not in stored_keys}
+        if name.startswith("optimizer."):
+            parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+            keys.setdefault(parameter, set()).add(key)
+    return {name for name, stored_keys in keys.items() if (entry := wanted.get(name)) is not None and entry not in stored_keys}
 
 
 def _allocate_optimizer_state(stored: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
