@@ -14,14 +14,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from random import Random
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from whisper.model import AudioEncoder, ResidualAttentionBlock
 
-from omni.audio.mel import WINDOW
+from omni.audio.mel import WINDOW, log_mel
 from omni.encoder.base import Encoder, EncoderStream, register_encoder
 from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, Chunks, Packing, pack
 from omni.encoder.whisper_config import WhisperConfig
@@ -131,19 +131,17 @@ class WhisperEncoder(Encoder):
         """
         x = mels.transpose(1, 2).flatten(0, 1).index_select(0, packing.source).masked_fill(packing.gaps, 0)  # [slots, M]
         x = F.pad(x, (0, 0, 2, 0) if self.config.streams else (0, 0, 1, 1))
-        x = self.first_convolution(x).masked_fill(packing.gaps, 0)
-        return self.second_convolution(F.pad(x, (0, 0, 1, 0))).index_select(0, packing.kept)
+        x = self.convolve(x, 1).masked_fill(packing.gaps, 0)
+        return self.convolve(F.pad(x, (0, 0, 1, 0)), 2).index_select(0, packing.kept)
 
-    def first_convolution(self, x: Tensor) -> Tensor:
-        """`[R + 2, M]` to `[R, D]`: three neighbouring rows make one."""
-        x, conv = torch.cat([x[:-2], x[1:-1], x[2:]], dim=1), self.whisper.conv1
-        return F.gelu(F.linear(x, conv.weight.transpose(1, 2).flatten(1), conv.bias))
-
-    def second_convolution(self, x: Tensor) -> Tensor:
-        """`[1 + 2 R, D]` to `[R, D]`: the row before each pair, and the pair, make one."""
-        before, pairs, conv = x[:-1:2], x[1:].reshape(-1, 2 * x.shape[1]), self.whisper.conv2
-        x = torch.cat([before, pairs], dim=1)
-        return F.gelu(F.linear(x, conv.weight.transpose(1, 2).flatten(1), conv.bias))
+    def convolve(self, x: Tensor, stride: Literal[1, 2]) -> Tensor:
+        """The convolution with that stride: of 1, `[R + 2, M]` to `[R, D]`, where three neighbouring rows make one; of 2,
+        `[1 + 2 R, D]` to `[R, D]`, where the row before each pair, and the pair, make one."""
+        if stride == 1:
+            conv, rows = self.whisper.conv1, [x[:-2], x[1:-1], x[2:]]
+        else:
+            conv, rows = self.whisper.conv2, [x[:-1:2], x[1:].reshape(-1, 2 * x.shape[1])]
+        return F.gelu(F.linear(torch.cat(rows, dim=1), conv.weight.transpose(1, 2).flatten(1), conv.bias))
 
 
 class WhisperStream(EncoderStream):
@@ -208,12 +206,12 @@ class WhisperStream(EncoderStream):
     def _chunk(self, sound: Tensor) -> Tensor:
         """The frames of the clip's next samples."""
         encoder, whisper = self.encoder, cast(Any, self.encoder.whisper)
-        new = self.config.features_after(self.before, sound).T.to(self.mels)
+        new = log_mel(sound, self.config.n_mels, "fixed", self.config.hop, self.before).T.to(self.mels)
         self.before = torch.cat([self.before, sound.float()])[len(sound) :]
         mels = torch.cat([self.mels, new])
-        rows = torch.cat([self.row, encoder.first_convolution(mels)])
+        rows = torch.cat([self.row, encoder.convolve(mels, 1)])
         self.mels, self.row = mels[-2:], rows[-1:]
-        x = encoder.second_convolution(F.pad(rows, (0, 0, 0, len(new) % 2)))
+        x = encoder.convolve(F.pad(rows, (0, 0, 0, len(new) % 2)), 2)
         x = x + whisper.positional_embedding[self.frames : self.frames + len(x)].to(x.dtype)
         self.frames += len(x)
         for layer, block in enumerate(whisper.blocks):
@@ -262,9 +260,6 @@ class EncoderBlock(ResidualAttentionBlock):
             return selectively(self, self.forward, x, packing)
         y = self.attn_ln(x)
         attended = attend(self.attn.query(y), self.attn.key(y), self.attn.value(y), self.heads, packing)
-        return self._after(x, attended)
-
-    def _after(self, x: Tensor, attended: Tensor) -> Tensor:
         x = x + self.attn.out(attended)
         return x + self.mlp(self.mlp_ln(x))
 
@@ -277,7 +272,8 @@ class EncoderBlock(ResidualAttentionBlock):
             for part in (self.attn.query, self.attn.key, self.attn.value)
         )
         heard = torch.cat([heard, torch.stack([k, v])], dim=3)
-        return self._after(x, attention(q, *heard)[0].transpose(0, 1).flatten(1)), heard
+        x = x + self.attn.out(attention(q, *heard)[0].transpose(0, 1).flatten(1))
+        return x + self.mlp(self.mlp_ln(x)), heard
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, heads: int, packing: Packing) -> Tensor:

@@ -196,12 +196,8 @@ class WhisperConfig(EncoderConfig):
             if self.fixed_length:
                 audio = torch.nn.functional.pad(audio, (0, self.max_samples - samples))
             if self.mode == "chunked":
-                return self.features_after(audio.new_zeros(WINDOW - self.hop), audio)
+                return log_mel(audio, self.n_mels, "fixed", self.hop, audio.new_zeros(WINDOW - self.hop))
             return log_mel(audio, self.n_mels, self.mel_floor, self.hop)
-
-    def features_after(self, before: Tensor, audio: Tensor) -> Tensor:
-        """Features `[M, F]` of a piece of a clip in mode "chunked", which samples [`WINDOW - hop`] come before."""
-        return log_mel(audio, self.n_mels, "fixed", self.hop, before)
 
     def with_chunk(self, milliseconds: int) -> EncoderConfig:
         if self.mode != "chunked":
