@@ -265,17 +265,16 @@ def stack(edits: Sequence[Edits]) -> Edits:
         for name, crc in (edit.base or {}).items():
             if base.setdefault(name, crc) != crc:
                 raise UserError(f"edits of {name} were made for different weights; stack edits of one base only")
+    joined: dict[str, Delta] = {}
+    for name, deltas in parts.items():
+        if len(deltas) == 1:
+            joined[name] = deltas[0]
+        elif any(d.a is None for d in deltas):
+            joined[name] = Delta(torch.stack([d.b * d.lr if d.a is None else d.lr * (d.a.T @ d.b) for d in deltas]).sum(0))
+        else:
+            joined[name] = Delta(torch.cat([d.b * d.lr for d in deltas]), torch.cat([d.a for d in deltas if d.a is not None]))
     signed = bool(edits) and all(edit.base is not None for edit in edits)
-    return Edits({name: _sum(deltas) for name, deltas in parts.items()}, base if signed else None)
-
-
-def _sum(deltas: Sequence[Delta]) -> Delta:
-    if len(deltas) == 1:
-        return deltas[0]
-    if any(delta.a is None for delta in deltas):
-        dense = [delta.b * delta.lr if delta.a is None else delta.lr * (delta.a.T @ delta.b) for delta in deltas]
-        return Delta(torch.stack(dense).sum(0))
-    return Delta(torch.cat([delta.b * delta.lr for delta in deltas]), torch.cat([d.a for d in deltas if d.a is not None]))
+    return Edits(joined, base if signed else None)
 
 
 # --- active -----------------------------------------------------------------------------------------------------------

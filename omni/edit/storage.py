@@ -143,7 +143,8 @@ def merge(model: nn.Module, edits: Edits) -> Merged:
         else:
             weight: Any = part.weight
             originals[name] = weight.detach().clone()
-            weight.copy_(_added(weight.detach(), change.T if is_transposed(part) else change))
+            change = change.T if is_transposed(part) else change
+            weight.copy_((weight.detach().double() + _placed(change, weight)).to(weight.dtype))
     return Merged(originals, {name: checksum(part) for name, part in find_linears(model, edits.deltas).items()})
 
 
@@ -185,10 +186,6 @@ def load_merged(folder: FolderPath) -> Merged:
     return Merged(dict(tensors), {name: int(crc) for name, crc in after.items()})
 
 
-def _added(weight: Tensor, change: Tensor) -> Tensor:
-    return (weight.double() + _placed(change, weight)).to(weight.dtype)
-
-
 def _placed(tensor: Tensor, weight: Tensor) -> Tensor:
     """Moves a tensor to the device of the weight, sharded in the same way."""
     tensor, mesh = tensor.to(weight.device), getattr(weight, "device_mesh", None)
@@ -205,7 +202,7 @@ def _plain(part: nn.Module, change: Tensor) -> nn.Linear:
     bias = getattr(part, "bias", None)
     inputs, outputs = shape_of(part)
     new = nn.Linear(inputs, outputs, bias is not None, device="meta")
-    new.weight = nn.Parameter(_added(dense, change), requires_grad=False)
+    new.weight = nn.Parameter((dense.double() + _placed(change, dense)).to(dense.dtype), requires_grad=False)
     if isinstance(bias, Tensor):
         new.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
     return new.train(part.training)

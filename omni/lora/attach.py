@@ -117,7 +117,7 @@ class LowRank(nn.Module):
     def __init__(self, inputs: int, outputs: int, config: LoRAConfig, device: torch.device | None = None) -> None:
         super().__init__()
         rank = config.rank
-        self.scale, self.stabilized = config.scale, config.rank_stabilized
+        self.scale, self.stabilized = config.alpha / config.divisor(rank), config.rank_stabilized
         self.a = nn.Parameter(torch.empty(rank, inputs, device=device))
         self.b = nn.Parameter(torch.zeros(outputs, rank, device=device))
         self.dropout = nn.Dropout(config.dropout)
@@ -312,7 +312,7 @@ def remove_adapter(model: nn.Module, name: str) -> None:
 @contextmanager
 def kept(model: nn.Module, rows: Sequence[RowSelection]) -> Iterator[None]:
     """Keep the adapters that rows name from being removed while a block runs; UserError where there is none of a name."""
-    names = _adapters_in(rows)
+    names = [name for name, *_ in map(names_in, rows) if name is not None]
     with CHANGING:
         check_known(model, names)
         used = active_of(model).used
@@ -354,18 +354,13 @@ def selection_of(model: nn.Module, rows: Sequence[RowSelection], device: torch.d
     """The `Selection` for the selections of rows, None where no row has one of its own; UserError where there is no adapter of
     a name."""
     wanted = list(dict.fromkeys(selection for selection in rows if selection is not None))
-    check_known(model, _adapters_in(wanted))
+    check_known(model, [name for name, *_ in map(names_in, wanted) if name is not None])
     if not wanted:
         return None
     if len(wanted) == 1 and None not in rows:
         return Selection((wanted[0],))
     indices = [0 if selection is None else wanted.index(selection) + 1 for selection in rows]
     return Selection(tuple(wanted), to_device(torch.tensor(indices), torch.device(device)))
-
-
-def _adapters_in(rows: Sequence[RowSelection]) -> list[str]:
-    """The adapters that selections name, one entry for each."""
-    return [name for selection in rows if (name := names_in(selection)[0]) is not None]
 
 
 def check_known(model: nn.Module, names: Sequence[str]) -> None:

@@ -28,10 +28,6 @@ class LoRAConfig:
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rank_stabilized: bool = False
 
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.divisor(self.rank)
-
     def divisor(self, rank: int) -> float:
         """What alpha is divided by for a pair of that rank."""
         return math.sqrt(rank) if self.rank_stabilized else rank
