@@ -69,7 +69,7 @@ class BareLoop:
 
     def choose(self, text: Tensor, audio: Tensor, rows: slice) -> None:
         """Chooses the likeliest tokens as the next columns."""
-        streams = self.decoder.split_audio(self.heads[1](audio))
+        streams = self.heads[1](audio).split([stream.vocabulary for stream in self.decoder.layout.audio], -1)
         self.tokens[rows] = torch.stack([*(stream.argmax(-1) for stream in streams), self.heads[0](text).argmax(-1)], 1)
 
     def prefill(self, rows: slice, ends: list[int], kept: int = 0) -> None:

@@ -6,8 +6,8 @@ Dimensions: B batch, K streams, A audio streams, T time, W width, V vocabulary, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import accumulate, pairwise
+from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -183,20 +183,17 @@ class Decoder(nn.Module):
         return self._head_logits(self.text_embedding if self.text_head is None else self.text_head, hidden.text)
 
     def audio_logits(self, hidden: Hidden) -> Tensor:
-        """[..., sum of the audio vocabularies]; `split_audio` splits it by stream."""
+        """[..., sum of the audio vocabularies], the streams one after another."""
         return self._head_logits(self.audio_head, hidden.audio)
 
     def _head_logits(self, head: nn.Module, x: Tensor) -> Tensor:
         logits = self.step.logits(self, head, x)
         return linear(self.fast, head, x) if logits is None else logits
 
-    def split_audio(self, logits: Tensor) -> Iterator[Tensor]:
-        for low, high in pairwise(self.audio_offsets):
-            yield logits[..., low:high]
-
     def logits(self, hidden: Hidden) -> list[Tensor]:
         """Logits of every stream, [..., V of the stream] each, in the layout's order."""
-        return [*self.split_audio(self.audio_logits(hidden)), self.text_logits(hidden)]
+        sizes = [stream.vocabulary for stream in self.layout.audio]
+        return [*self.audio_logits(hidden).split(sizes, -1), self.text_logits(hidden)]
 
 
 def _weight(head: nn.Linear | nn.Embedding) -> Tensor:

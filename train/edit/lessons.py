@@ -153,13 +153,12 @@ class EditObjective:
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text, audio = hidden.text.flatten(0, 1), hidden.audio.flatten(0, 1)
         *spoken, written = batch.supervised
-        out = []
+        out, sizes = [], [stream.vocabulary for stream in self.lm.layout.audio]
         used = torch.cat(spoken).unique() if spoken else torch.zeros(0, dtype=torch.long)
         if len(used):
             every = model.decoder.audio_logits(Hidden(text[used], audio[used]))
-            out = [x[torch.searchsorted(used, at)] for x, at in zip(model.decoder.split_audio(every), spoken, strict=True)]
+            out = [x[torch.searchsorted(used, at)] for x, at in zip(every.split(sizes, -1), spoken, strict=True)]
         else:
-            sizes = [stream.vocabulary for stream in self.lm.layout.audio]
             out = [text.new_zeros(0, size) for size in sizes]
         return [*out, model.decoder.text_logits(Hidden(text[written], audio[written]))]
 
