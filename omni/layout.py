@@ -155,13 +155,6 @@ class Layout:
         sizes, specials, size, rows, fill = _PRESETS[name]
         return cls.build(sizes, text_size or size, specials=specials, text_rows=0 if text_size else rows, fill=fill)
 
-    def with_codebooks(self, sizes: Sequence[int]) -> Layout:
-        """The layout with other audio streams, one a codebook, each delayed by one more; unchanged where it has these sizes."""
-        if tuple(sizes) == self.codebook_sizes:
-            return self
-        audio = [Stream("audio", size, self.audio[0].specials, i + 1) for i, size in enumerate(sizes)]
-        return replace(self, streams=(*audio, self.text))
-
     # --- what the streams are -------------------------------------------------------------------------------------
 
     def __len__(self) -> int:

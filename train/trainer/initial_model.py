@@ -21,6 +21,7 @@ from omni.codec.registry import CODECS, load_if_given
 from omni.config import ModelConfig, from_dict, preset, to_dict
 from omni.encoder.base import Encoder
 from omni.errors import UserError
+from omni.layout import Stream
 from omni.lora.attach import add_adapter, attach, linears_of
 from omni.lora.peft import AdapterWeights, check_base, load_adapter, replace_whole, save_adapter, weights_of
 from omni.model.linears import base_checksum, base_weight, crc_of, quantize
@@ -105,7 +106,9 @@ def changed(base: ModelConfig, section: ModelSection) -> ModelConfig:
     """A configuration with the fields that the section gives; an unknown one is a UserError that names the closest."""
     if section.codec not in (None, base.codec) and "streams" not in section.layout:
         sizes = CODECS.find(str(section.codec), "model.codec").codebook_sizes
-        base = replace(base, layout=base.layout.with_codebooks(sizes))
+        if tuple(sizes) != base.layout.codebook_sizes:  # one stream a codebook, each delayed by one more
+            audio = [Stream("audio", size, base.layout.audio[0].specials, i + 1) for i, size in enumerate(sizes)]
+            base = replace(base, layout=replace(base.layout, streams=(*audio, base.layout.text)))
     data = to_dict(base)
     if "kind" in section.encoder and section.encoder["kind"] != base.encoder.kind:
         data["encoder"] = {}
