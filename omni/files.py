@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -170,7 +170,7 @@ def pages(size: int) -> mmap.mmap:
     return memory
 
 
-class LargeFile:
+class LargeFile(AbstractContextManager["LargeFile"]):
     """A new file that is written from its beginning to its end, past the page cache (`O_DIRECT`) where the file system can.
 
     Data whose memory is aligned as its place in the file is go to the disk as they are, other data through a buffer. Closing
@@ -193,9 +193,6 @@ class LargeFile:
             self._file, direct = os.open(path, flags, 0o666), 0
         self._flag, self._at, self._held = direct, 0, 0
         self._buffer = memoryview(pages(self.BUFFER)) if direct else memoryview(b"")
-
-    def __enter__(self) -> LargeFile:
-        return self
 
     def __exit__(self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:

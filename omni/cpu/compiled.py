@@ -108,11 +108,6 @@ def clear(target: Any) -> None:
         target[k] = _ZERO
 
 
-def start() -> None:
-    """Start numba, which takes half a second of a process's first call."""
-    clear(np.empty(1, np.float32))
-
-
 # --- before and after the blocks --------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from omni.checkpoint.folder import load_folder
@@ -36,7 +37,7 @@ from omni.engine.engine import Engine
 from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.history import History, read_history
-from omni.generate.options import AnswerOptions, check_numbers, make_options
+from omni.generate.options import check_numbers, make_options
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer
 from omni.generate.session import Session, Sessions
@@ -134,7 +135,8 @@ class SpeechLM(Sessions):
         target, weights_dtype = find_device(device, quantize), find_dtype(dtype)
         check_quantize(quantize, str(target))
         check_kernels(kernels)
-        starting = threading.Thread(target=compiled.start)
+        # Any call starts numba, which takes half a second.
+        starting = threading.Thread(target=compiled.clear, args=(np.empty(1, np.float32),))
         if kernels == "fast" and target.type == "cpu":
             starting.start()  # beside the reading, so that the first question does not wait for it
         storage: dict[str, Any] = {"dtype": weights_dtype, "quantize": quantize, "codec_folder": codec_folder}
@@ -221,16 +223,14 @@ class SpeechLM(Sessions):
             if options.edits is not None:
                 name = attach_edits(self.model, options.edits)
                 stack.callback(detach, self.model, name)
-            own: dict[str, Any] = {"release": stack.close, "edits": name, "pace": pace, "when_full": when_full}
-            conversation = self._conversation(options, context=length, past=past, **own)
+            own: dict[str, Any] = {"context": length, "time": self.speech_time, "past": past, "release": stack.close}
+            own |= {"edits": name, "pace": pace, "when_full": when_full}
+            conversation = Conversation(self.model, self.tokenizer, self.codec, self.engine, options, **own)
         except BaseException:
             stack.close()
             raise
         LOG.debug("a session of %d positions starts, with %d earlier turns", length, len(past[0]))
         return conversation
-
-    def _conversation(self, options: AnswerOptions, **own: Any) -> Conversation:
-        return Conversation(self.model, self.tokenizer, self.codec, self.engine, options, time=self.speech_time, **own)
 
     def _answer_all(
         self,
@@ -281,8 +281,16 @@ class SpeechLM(Sessions):
             def session_of(n: int) -> tuple[Session, Listener]:
                 whole = replace(options, adapter=adapters[n], seed=seeds[n], system=systems[n])
                 number = next(self._link.numbers)
-                self._link.add(number, self._conversation(whole, context=room, edits=names[n], pace="whole", sound=sound))
-                session = Session(self, number, "whole", options.stop_when, sound)
+                own: dict[str, Any] = {
+                    "context": room,
+                    "time": self.speech_time,
+                    "edits": names[n],
+                    "pace": "whole",
+                    "sound": sound,
+                }
+                conversation = Conversation(self.model, self.tokenizer, self.codec, self.engine, whole, **own)
+                self._link.add(number, conversation)
+                session = Session(self, number, "whole", options.stop if callable(options.stop) else None, sound)
                 return session, session.lay_out(asked[n])
 
             order = sorted(range(len(lengths)), key=lengths.__getitem__)
