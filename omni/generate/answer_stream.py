@@ -69,7 +69,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
         self.running: Listener | None = None
         self._begun = False
         self._incoming: Listening | None = None
-        self._bell: _Bell | None = None
+        self._bell: asyncio.Event | None = None  # set in the loop where an event may have come
         self._over = self._busy = False
         self._guard = threading.RLock()  # between the loop and the thread that reads the question; never held while one waits
         self._reader: asyncio.Task[Any] | None = None
@@ -165,9 +165,9 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
             last = self._session._last
             if last is not None and last.reader == TASK:  # of a task that was perhaps cancelled just now
                 await asyncio.sleep(0)
-        self._begun, self._bell = True, _Bell(self._session.let_go)
+        self._begun, self._bell = True, asyncio.Event()
         if self.running is not None:  # asked before the loop ran
-            self._bell.attend(self.running)
+            _ring(self._bell, self.running, self._session.let_go)
             return
         if self._is_coming:  # an asynchronous iterator is read here, another in a thread
             self._session.check()
@@ -178,7 +178,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
                 await asyncio.to_thread(listening.take, pieces)
             self._question = listening
         running = await asyncio.to_thread(self._read)
-        self._bell.attend(running)
+        _ring(self._bell, running, self._session.let_go)
         await asyncio.to_thread(self._session.begin, running)
 
     def _listen(self) -> Listening:
@@ -187,12 +187,9 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
             self._incoming = listening
             if not self._over:
                 return listening
-        self._withdraw(listening)
-        raise Withdrawn
-
-    def _withdraw(self, listening: Listening) -> None:
         listening.withdraw()
         self._session.end_reading(listening)
+        raise Withdrawn
 
     def _read(self) -> Listener:
         # in a thread, which goes on where the task is cancelled meanwhile
@@ -210,10 +207,10 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
         running, bell = self.running, self._bell
         assert running is not None and bell is not None
         while (event := running.poll()) is None:
-            bell.event.clear()
+            bell.clear()
             running.reader = TASK
             try:
-                await bell.event.wait()
+                await bell.wait()
             finally:
                 running.reader = 0
         return event
@@ -239,36 +236,33 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
                 return
             self._over, running = True, self.running
         if self._incoming is not None:
-            self._withdraw(self._incoming)
+            self._incoming.withdraw()
+            self._session.end_reading(self._incoming)
         if running is not None:
             self._session.let_go(running)
         if self._ends_session:
             self._session.abandon()
 
 
-class _Bell:
-    """Wakes the task that waits for an event. `event`: set in the loop after each ring."""
+def _ring(bell: asyncio.Event, running: Listener, leave: Callable[[Any], None]) -> None:
+    """Has an answer, in any thread, set `bell` in this loop where it has an event; with a closed loop that ends the answer."""
+    loop, rung = asyncio.get_running_loop(), False
 
-    def __init__(self, leave: Callable[[Any], None]) -> None:
-        self.event = asyncio.Event()
-        self._loop, self._leave, self._rung = asyncio.get_running_loop(), leave, False
+    def wake() -> None:
+        nonlocal rung
+        rung = False
+        bell.set()
 
-    def attend(self, running: Listener) -> None:
-        """Have an answer ring, in any thread, where it has an event; with a closed loop that ends the answer."""
+    def ring() -> None:
+        nonlocal rung
+        if rung:
+            return
+        rung = True
+        try:
+            loop.call_soon_threadsafe(wake)
+        except RuntimeError:
+            running.wake = None
+            running.stop()
+            leave(running)
 
-        def ring() -> None:
-            if self._rung:
-                return
-            self._rung = True
-            try:
-                self._loop.call_soon_threadsafe(self._wake)
-            except RuntimeError:
-                running.wake = None
-                running.stop()
-                self._leave(running)
-
-        running.wake = ring
-
-    def _wake(self) -> None:
-        self._rung = False
-        self.event.set()
+    running.wake = ring

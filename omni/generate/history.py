@@ -84,7 +84,9 @@ class Exchange:
                 columns = _spoken(layout, turn.task, turn.features)
             else:
                 columns = prompt(layout, replace(turn, system=()))
-            known = self._parts[answered] = _Part(layout, turn, columns, _keys(columns, self.sound))
+            pairs = zip(columns.tokens.T.tolist(), columns.feature_index.tolist(), strict=True)
+            keys = [(*column, self.sound if index >= 0 else -1, index) for column, index in pairs]
+            known = self._parts[answered] = _Part(layout, turn, columns, keys)
         return known
 
 
@@ -103,11 +105,6 @@ class _Part(NamedTuple):
     keys: list[Key]
 
 
-def _keys(columns: Columns, sound: int) -> list[Key]:
-    pairs = zip(columns.tokens.T.tolist(), columns.feature_index.tolist(), strict=True)
-    return [(*column, sound if index >= 0 else -1, index) for column, index in pairs]
-
-
 def lay_out(
     layout: Layout, past: Sequence[Exchange], asked: Exchange | None, system: Sequence[int] = ()
 ) -> tuple[Columns, list[Key]]:
@@ -117,7 +114,7 @@ def lay_out(
     parts = [exchange.part(layout, answered) for exchange in past for answered in (False, True)]
     if asked is not None:
         parts.append(asked.part(layout, False))
-    keys = _keys(message, -1) + [key for part in parts for key in part.keys]
+    keys = [*((*column, -1, -1) for column in message.tokens.T.tolist()), *(key for part in parts for key in part.keys)]
     return join([message, *(part.columns for part in parts)]), keys
 
 

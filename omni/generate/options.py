@@ -203,11 +203,6 @@ class AnswerOptions:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
-    def stop_when(self) -> Callable[[str], bool] | None:
-        """The function that `stop` is, if it is one."""
-        return self.stop if callable(self.stop) else None
-
     def limits(self, task: Task, codec: AudioCodec | None, max_delay: int) -> Limits:
         """Where an answer is cut; of a spoken one, a time step more than its frames need is for the end. Without a codec, which
         knows a frame's length, `max_new_tokens` limits the frames, or else `max_tokens`."""

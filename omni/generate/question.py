@@ -67,6 +67,7 @@ class Incoming:
         self.pieces: list[np.ndarray] = []
         self._count = self.samples = 0
         self._two: int | None = None  # dimension of the pieces that has two channels
+        self._form = ""  # type and channels of the pieces, in words
 
     def add(self, piece: Any) -> np.ndarray:
         """Take the next piece: samples [S], or of two channels, as a tensor, an array or a list; the caller may use its
@@ -80,10 +81,13 @@ class Incoming:
         array, scaled = as_piece(piece, name, self.check_room, self._two)
         if not array.size:
             return scaled.reshape(-1)
-        if self.pieces and _form(array) != _form(self.pieces[0]):
-            raise UserError(f"{name} is {_form(array)}, and those before are {_form(self.pieces[0])}; give all in one form")
+        dtype = "floating-point numbers" if array.dtype.kind == "f" else str(array.dtype)
+        form = f"{dtype} of {'two channels' if array.ndim == 2 else 'one channel'}"
+        if self.pieces and form != self._form:
+            raise UserError(f"{name} is {form}, and those before are {self._form}; give all in one form")
         if not self.pieces and array.ndim == 2:
             self._two = int(np.shape(piece)[0] != 2)
+        self._form = form
         self.pieces.append(array)
         self.samples += array.shape[-1]
         return scaled
@@ -117,12 +121,6 @@ def take_all(pieces: Iterator[Any], take: Callable[[Any], object]) -> None:
             take(piece)
     finally:
         getattr(pieces, "close", lambda: None)()
-
-
-def _form(array: np.ndarray) -> str:
-    """Type and channels of samples, in words."""
-    dtype = "floating-point numbers" if array.dtype.kind == "f" else str(array.dtype)
-    return f"{dtype} of {'two channels' if array.ndim == 2 else 'one channel'}"
 
 
 FEATURES_NOT_FINITE = (
@@ -204,9 +202,8 @@ def read_question(
     task = find_task(task)
     if task.question == "text":
         if not isinstance(question, str):
-            raise UserError(
-                f"task {task.name} asks in writing, but the question is {_kind(question)}; give a text, or ask by speech"
-            )
+            kind = f"waveform of shape {list(question.shape)}" if isinstance(question, Tensor) else type(question).__name__
+            raise UserError(f"task {task.name} asks in writing, but the question is a {kind}; give a text, or ask by speech")
         if (os.path.splitext(question)[1].lower() in SUFFIXES and " " not in question) or os.path.isfile(question):
             spoken = f"A1{task.name[2:]}"
             way = f"to ask its sound use task={spoken!r}" if spoken in TASKS else "leave it so, or ask its sound"
@@ -216,7 +213,7 @@ def read_question(
         prompt(config.layout, turn)
         return Asked(turn, None)
     if isinstance(question, AsyncIterable):
-        raise UserError(f"the question is {_kind(question)}, an asynchronous iterator; ask it by `async for`")
+        raise UserError(f"the question is a {type(question).__name__}, an asynchronous iterator; ask it by `async for`")
     if isinstance(question, Iterator) and is_coming(question):
         incoming = Incoming(sample_rate, longest(config))
         take_all(question, incoming.add)
@@ -262,12 +259,6 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
 def is_finite(features: Tensor | None) -> bool:
     """Whether a question's features are all finite numbers; waits for the device."""
     return features is None or bool(features.isfinite().all())
-
-
-def _kind(question: Any) -> str:
-    if isinstance(question, Tensor):
-        return f"a waveform of shape {list(question.shape)}"
-    return f"a {type(question).__name__}"
 
 
 # --- sound that is still coming ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from omni.cpu import compiled
 from omni.generate.options import Sampling
-from omni.generate.sampling import Array, Mode, Sampler, broken_rows, log_probabilities, note_broken, write_rows
+from omni.generate.sampling import Array, Mode, Sampler, broken_rows, log_probabilities, write_rows
 from omni.layout import Cursor, Layout
 from omni.lora.attach import RowSelection, Selection, using
 from omni.model.decoder import Decoder, Hidden
@@ -131,6 +130,7 @@ class RowState:
         self.cursor.done.fill_(True)
         self.sampler = Sampler(layout, rows, device)
         self._of_cursor = [getattr(self.cursor, name) for name in Cursor.TENSORS]
+        self._arrays: list[list[Array]] = []  # the cursor's tensors with its constants, and the state's; of a CPU
         self.packed = torch.zeros(rows, k + a + 7, dtype=torch.long, device=device)
         self.wide = torch.zeros(rows, k + a + 7 + k, dtype=torch.long, device=device)
 
@@ -155,13 +155,12 @@ class RowState:
         write_rows([*self._carried()[1:], *self.sampler.targets], slots, values)
 
     @torch.inference_mode()
-    def empty(self, slot: int) -> None:
-        """Make the step pass over a row. Fills: to write one number by its index waits for a GPU."""
-        self.sampler.row_modes[slot] = (Mode(), Mode())
-        self.idle(slice(slot, slot + 1))
-
-    def idle(self, rows: slice = slice(None)) -> None:
-        """Make the step pass over rows, by default over all."""
+    def idle(self, slot: int | None = None) -> None:
+        """Make the step pass over a row, by default over all. Fills: to write one number by its index waits for a GPU."""
+        rows = slice(None)
+        if slot is not None:
+            self.sampler.row_modes[slot] = (Mode(), Mode())
+            rows = slice(slot, slot + 1)
         self.position[rows].fill_(-1)
         self.cursor.done[rows].fill_(True)
 
@@ -253,27 +252,22 @@ class RowState:
         sampled, nonfinite = np.repeat(self._pad.numpy()[None], count, 0), np.zeros((2, count), np.bool_)
         with using(self.selection(plan, rows)):
             if plan.audio:
-                logits = decoder.audio_logits(hidden).numpy(force=True)[:, -1]
-                self.sampler.likeliest(logits, sampled[:, :a], text=False)
-                note_broken(hidden.audio, logits, nonfinite[0])
+                logits = decoder.audio_logits(hidden)
+                self.sampler.likeliest(hidden.audio, logits, sampled[:, :a], nonfinite[0], text=False)
             if plan.text:
-                logits = decoder.text_logits(hidden).numpy(force=True)[:, -1]
-                self.sampler.likeliest(logits, sampled[:, a:], text=True)
-                note_broken(hidden.text, logits, nonfinite[1])
+                logits = decoder.text_logits(hidden)
+                self.sampler.likeliest(hidden.text, logits, sampled[:, a:], nonfinite[1], text=True)
         self._push(plan, rows, sampled, nonfinite)
 
     def _push(self, plan: StepPlan, rows: slice | Tensor, sampled: Array, nonfinite: Array) -> None:
         """Push sampled ids [B, K] to the rows' cursors and note what came of it; compiled."""
         index = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()
         rests = self.resting.numpy()[index if plan.resting else slice(0)]
+        if not self._arrays:
+            tensors = (*self._of_cursor, *self.cursor.constants), (self.column, self.position, self.packed)
+            self._arrays = [[tensor.numpy() for tensor in part] for part in tensors]
         cursor, state = self._arrays
         compiled.push(index, rests, sampled, nonfinite, *cursor, self.layout.fill == "pad", *state)  # type: ignore[call-arg]
-
-    @cached_property
-    def _arrays(self) -> tuple[list[Any], list[Any]]:
-        """The cursor's tensors with its constants, and the state's, which stay where they are; on a CPU."""
-        cursor, state = (*self._of_cursor, *self.cursor.constants), (self.column, self.position, self.packed)
-        return [tensor.numpy() for tensor in cursor], [tensor.numpy() for tensor in state]
 
     def _push_tensors(self, plan: StepPlan, rows: slice | Tensor, sampled: Tensor, nonfinite: Tensor) -> None:
         """`_push` on any device, without waiting for it."""

@@ -168,15 +168,12 @@ class _ForkCache:
     """A cache in which the newest position does not see the one before it: both follow the same past."""
 
     def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
+        self.cache, self.update = cache, cache.update
 
     def begin_forward(self, input_pos: Tensor) -> Tensor:
         mask = self.cache.begin_forward(input_pos)
         mask[:, :, -1, mask.shape[3] - 2] = False
         return mask
-
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cache.update(layer, k, v)
 
 
 def prefill(
@@ -353,7 +350,7 @@ class Runner:
         if row.live:
             row.live = False
             self.rows[row.slot] = None
-            self.state.empty(row.slot)
+            self.state.idle(row.slot)
 
     @torch.no_grad()
     def grow(self, rows: int, length: int) -> None:
@@ -381,7 +378,7 @@ class Runner:
                 self._prepare(self._plan([row for row in rows if row is not None]))
                 self.rows[: len(rows)] = [None] * len(rows)
         for slot in range(len(starts)):
-            self.state.empty(slot)
+            self.state.idle(slot)
         return len(self._graphs) - before
 
     # --- the step -----------------------------------------------------------------------------------------------------

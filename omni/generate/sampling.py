@@ -66,26 +66,21 @@ def per_stream(layout: Layout, plan: SamplingPlan) -> tuple[Sampling, ...]:
 
 # --- keyed random numbers ---------------------------------------------------------------------------------------------
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_MASK = (1 << 64) - 1
-
-
-def _signed(x: int) -> int:
-    """Reinterprets a 64-bit word as the int64 with the same bits."""
-    x &= _MASK
-    return x - (1 << 64) if x >> 63 else x
+_WORDS = 1 << 64
+_GOLDEN, *_MIX = (x - _WORDS for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""Constants of SplitMix64, as the int64 with the same bits."""
 
 
 def seed_key(seed: int, turn: int = 0) -> int:
     """Key of a row's random numbers, an int64, from any integer seed and the number of the turn in a conversation."""
-    return int(_mix(torch.tensor(_signed(int(seed) + turn * _GOLDEN))))
+    word = (int(seed) + turn * _GOLDEN) % _WORDS
+    return int(_mix(torch.tensor(word - _WORDS if word >> 63 else word)))
 
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood 2014; constants of Vigna's `splitmix64.c`), on int64 that wraps."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX[0])
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX[1])
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX[0]
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX[1]
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
@@ -97,8 +92,8 @@ def finest(device: torch.device) -> torch.dtype:
 def uniform(key: Tensor, step: Tensor, streams: range) -> Tensor:
     """One number in [0, 1) per row and stream, [B, N] in the `finest` format, for rows' keys [B] (`seed_key`) and steps [B]."""
     stream = torch.arange(streams.start, streams.stop, device=key.device)
-    x = _mix(key + (step + 1) * _signed(_GOLDEN))
-    x = _mix(x[:, None] + (stream + 1) * _signed(_GOLDEN))
+    x = _mix(key + (step + 1) * _GOLDEN)
+    x = _mix(x[:, None] + (stream + 1) * _GOLDEN)
     dtype = finest(key.device)
     bits = 53 if dtype == torch.float64 else 23  # so few that neither the number nor its product with a sum is rounded up
     return ((x >> (64 - bits)) & ((1 << bits) - 1)).to(dtype) * 2.0**-bits
@@ -123,23 +118,16 @@ class Mode(NamedTuple):
     ranks: int = 0
     penalty: bool = False
 
-    def join(self, other: Mode) -> Mode:
-        return Mode(self.plain or other.plain, max(self.ranks, other.ranks), self.penalty or other.penalty)
-
 
 def mode_of(settings: Sequence[Sampling], vocabulary: int) -> Mode:
     """The mode that one row needs, by its settings for the streams of one kind."""
     mode = Mode()
     for s in settings:
-        filters = s.temperature > 0 and filtered(s.top_k if s.top_k < vocabulary else 0, s.top_p)
+        filters = s.temperature > 0 and (0 < s.top_k < vocabulary or s.top_p < 1)
         ranks = (s.top_k if 0 < s.top_k < vocabulary else vocabulary) if filters else 0
-        mode = mode.join(Mode(s.temperature > 0 and not filters, ranks, s.repetition_penalty != 1))
+        plain = mode.plain or (s.temperature > 0 and not filters)
+        mode = Mode(plain, max(mode.ranks, ranks), mode.penalty or s.repetition_penalty != 1)
     return mode
-
-
-def filtered(top_k: Any, top_p: Any) -> Any:
-    """Whether settings, numbers or tensors, leave only some of the ids."""
-    return (top_k > 0) | (top_p < 1)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
@@ -182,7 +170,7 @@ def draw(logits: Tensor, settings: Settings, u: Tensor | None, mode: Mode) -> Te
         return out
     temperature = settings["temperature"]
     divisor = torch.where(temperature > 0, temperature, 1.0)
-    filters = filtered(settings["top_k"], settings["top_p"])
+    filters = (settings["top_k"] > 0) | (settings["top_p"] < 1)  # only some of the ids are left
     if mode.plain:
         weights = ((logits - logits.amax(-1, keepdim=True)) / divisor[..., None]).exp().to(finest(logits.device))
         out = torch.where((temperature > 0) & ~filters, invert(weights, u), out)
@@ -205,15 +193,10 @@ def broken_rows(hidden: Tensor, logits: Tensor) -> Tensor:
     infinite."""
     if logits.device.type == "cpu" and logits.dtype == hidden.dtype == torch.float32 and not logits.requires_grad:
         out = torch.empty(len(logits), dtype=torch.bool)
-        note_broken(hidden, logits.numpy(), out.numpy())
+        compiled.broken(np.ascontiguousarray(hidden.numpy()[:, -1]), np.ascontiguousarray(logits.numpy()), out.numpy())
         return out
     finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
     return ~finite | (hidden[:, -1] == 0).all(-1)
-
-
-def note_broken(hidden: Tensor, logits: Array, out: Array) -> None:
-    """`broken_rows` in float32 on a CPU, written to `out` [B]; hidden [B, 1, W], logits [B, V]."""
-    compiled.broken(np.ascontiguousarray(hidden.numpy()[:, -1]), np.ascontiguousarray(logits), out)
 
 
 class Sampler:
@@ -276,9 +259,10 @@ class Sampler:
 
     def modes(self, rows: Sequence[int]) -> tuple[Mode, Mode]:
         """Modes that these rows need, for the audio streams and for the text stream."""
-        audio = text = Mode()
-        for own in {self.row_modes[row] for row in rows}:
-            audio, text = audio.join(own[0]), text.join(own[1])
+        audio, text = (
+            Mode(any(own.plain for own in part), max(own.ranks for own in part), any(own.penalty for own in part))
+            for part in zip(*{self.row_modes[row] for row in rows}, strict=True)
+        )
         return audio, text
 
     def draw(self, logits: Tensor, rows: slice | Tensor, step: Tensor, mode: Mode, text: bool) -> Tensor:
@@ -296,11 +280,14 @@ class Sampler:
         u = uniform(self.key[rows], step, range(streams.start, streams.stop)) if mode.plain or mode.ranks else None
         return draw(logits, settings, u, mode)
 
-    def likeliest(self, logits: Array, out: Array, text: bool) -> None:
-        """Write what rows take that do not draw, of logits [B, V] in float32, to `out`: of the text stream [B, 1], or of the
-        audio streams [B, A]."""
+    def likeliest(self, hidden: Tensor, logits: Tensor, out: Array, broken: Array, text: bool) -> None:
+        """Write what rows take that do not draw, on a CPU in float32, to `out`: of the text stream [B, 1], or of the audio
+        streams [B, A]; and which rows are broken, as `broken_rows` has it, to `broken` [B]. Hidden states [B, 1, W] and their
+        logits [B, 1, V]."""
+        products = np.ascontiguousarray(logits.numpy(force=True)[:, -1])
         starts, counts = self._text_range if text else self._audio_ranges
-        compiled.likeliest(np.ascontiguousarray(logits), starts, counts, out)
+        compiled.likeliest(products, starts, counts, out)
+        compiled.broken(np.ascontiguousarray(hidden.numpy()[:, -1]), products, broken)
 
     def choices(self, logits: Tensor, text: bool) -> Tensor:
         """Logits [B, N, V] of the ids that the streams of a kind may take, of its head's logits."""

@@ -393,15 +393,15 @@ class Sessions:
         self, values: Any, context: int | None, history: History | None, pace: Pace, when_full: WhenFull
     ) -> Session:
         check_pace(pace, when_full)
-        stop = make_options(values).stop_when
-        if stop is not None:  # it is called by the listener
+        stop = make_options(values).stop
+        if callable(stop):  # it is called by the listener
             values = {name: value for name, value in values.items() if name != "stop"}
         if isinstance(history, (str, os.PathLike)):
             history = os.path.abspath(history)
         number = next(self._link.numbers)
         own = {"context": context, "history": history, "pace": pace, "when_full": when_full}
         self._link.request("session", number, {**own, **values})
-        return Session(self, number, pace, stop)
+        return Session(self, number, pace, stop if callable(stop) else None)
 
     def session(
         self,

@@ -138,18 +138,14 @@ def estimate(spoken: Iterable[tuple[str, float]]) -> SpeechTime | None:
     seconds = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
     default = torch.tensor([0.0, *DEFAULT.values()], dtype=torch.float64)
     default *= (seconds.sum() / (counts @ default).sum()).clamp(0.1, 10)
-    value = _solve(counts, seconds, default)
-    error = (counts @ value - seconds).abs() / seconds.sqrt()
-    near = error <= _FAR * error.median().clamp(min=0.01)
-    value = _solve(counts[near], seconds[near], default)
-    return SpeechTime(dict(zip(DEFAULT, value[1:].clamp(min=0).tolist(), strict=True)))
-
-
-def _solve(counts: Tensor, seconds: Tensor, default: Tensor) -> Tensor:
-    """Ridge regression, weighted: a row's error grows with the root of its length."""
-    weighted = counts / seconds[:, None]
     hold = _HOLD * torch.eye(len(default), dtype=torch.float64)
-    return torch.linalg.solve(weighted.T @ counts + hold, weighted.T @ seconds + hold @ default)
+    for _ in range(2):  # ridge regression, weighted: a row's error grows with the root of its length
+        weighted = counts / seconds[:, None]
+        value = torch.linalg.solve(weighted.T @ counts + hold, weighted.T @ seconds + hold @ default)
+        error = (counts @ value - seconds).abs() / seconds.sqrt()
+        near = error <= _FAR * error.median().clamp(min=0.01)
+        counts, seconds = counts[near], seconds[near]
+    return SpeechTime(dict(zip(DEFAULT, value[1:].clamp(min=0).tolist(), strict=True)))
 
 
 WINDOW = 0.01
