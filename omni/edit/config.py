@@ -31,12 +31,6 @@ class TransformConfig:
     init: Literal["id", "xavier"] = "id"
     norm: bool = True
 
-    def side(self, inputs: int, outputs: int) -> Literal["combined", "separate", "x", "delta"]:
-        """The side or sides that are transformed for a linear of this shape."""
-        if self.sides == "one_sided":
-            return "delta" if inputs > outputs else "x"
-        return {"x_only": "x", "delta_only": "delta"}.get(self.sides, self.sides)  # type: ignore[return-value]
-
 
 @configuration
 class MendConfig:

@@ -296,11 +296,13 @@ class GradientTransform(nn.Module):
     def __init__(self, inputs: int, outputs: int, config: TransformConfig, modes: int | None = None) -> None:
         super().__init__()
         self.inputs, self.outputs, self.norm = inputs, outputs, config.norm
-        side = config.side(inputs, outputs)
+        sides = config.sides
+        if sides == "one_sided":
+            sides = "delta_only" if inputs > outputs else "x_only"
         self.x_statistics, self.delta_statistics = Statistics(inputs), Statistics(outputs)
-        self.both = IDMLP(inputs + outputs, config, modes) if side == "combined" else None
-        self.x_net = IDMLP(inputs, config, modes) if side in ("separate", "x") else None
-        self.delta_net = IDMLP(outputs, config, modes) if side in ("separate", "delta") else None
+        self.both = IDMLP(inputs + outputs, config, modes) if sides == "combined" else None
+        self.x_net = IDMLP(inputs, config, modes) if sides in ("separate", "x_only") else None
+        self.delta_net = IDMLP(outputs, config, modes) if sides in ("separate", "delta_only") else None
 
     def forward(self, x: Tensor, delta: Tensor, mode: int | None = None) -> tuple[Tensor, Tensor]:
         """Transform the factors without tokens whose x or delta is zero. UserError: the statistics have fewer than two
