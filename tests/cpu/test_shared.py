@@ -59,7 +59,8 @@ def test_what_was_compiled_is_found_by_the_next_process() -> None:
 def test_damaged_files_are_told_and_made_again(damage: bytes, tmp_path: Path) -> None:
     """Of functions that are called from Python, and of those that threads call."""
     code = (
-        "import logging, torch; from omni.cpu import compiled, compiled_int8 as c; logging.basicConfig(); compiled.start(); "
+        "import logging, numpy, torch; from omni.cpu import compiled, compiled_int8 as c; logging.basicConfig(); "
+        "compiled.clear(numpy.empty(1, numpy.float32)); "
         "out, one = torch.empty(1, 1), torch.ones(1); "
         "c.multiply(torch.full((1, 3), 129).byte(), torch.ones(1, 3).char(), one, out, 1); print(out.item())"
     )
