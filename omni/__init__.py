@@ -47,12 +47,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 def __getattr__(name: str) -> Any:
     """Imports a public name on first access, so that `import omni` alone stays quick."""
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("omni-speech")
-        except PackageNotFoundError:  # the code runs without being installed
-            return "0+unknown"
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'omni' has no attribute {name!r}")
     import importlib
@@ -63,3 +58,13 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Only the public names, and the attributes that every module has."""
     return sorted([*__all__, "__version__", *(name for name in globals() if name.startswith("__"))])
+
+
+def _version() -> str:
+    """Version of the installed package; `0+unknown` where the code runs without being installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("omni-speech")
+    except PackageNotFoundError:
+        return "0+unknown"
