@@ -261,7 +261,7 @@ class Transcripts:
                 if len(text) > most or (isinstance(event, Ended) and event.reason == "error"):
                     text = ""
                     break
-            await asyncio.to_thread(session.withdraw, events.running)
+            await asyncio.to_thread(session.end, events.running, "withdraw")
         return text.strip()
 
     async def close(self) -> None:
