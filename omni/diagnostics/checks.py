@@ -117,17 +117,13 @@ def foreign_forwards(model: nn.Module | None) -> list[Finding]:
     findings = []
     for line, members in copies.items():
         weights = shortlist([join(path, name) for path, module in members for name, _ in module.named_parameters()])
-        remedy = HOOK if any(_is_sharded(module) for _, module in members) else FUNCTIONAL
+        remedy = HOOK if any(isinstance(p, DTensor) for _, module in members for p in module.parameters()) else FUNCTIONAL
         findings.append(Finding("patch", f"{weights} take no part in forward: {TWIN}", remedy, weights, members[0][0], line))
     return findings
 
 
 def _storage(tensor: Tensor) -> int:
     return storage_of(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) for p in module.parameters())
 
 
 class _Reads(TorchDispatchMode):
@@ -139,7 +135,7 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.is_sharded = module, _is_sharded(module)
+        self.module, self.is_sharded = module, any(isinstance(p, DTensor) for p in module.parameters())
         self.names = {id(p): name for name, p in module.named_parameters()}
         self.storages: set[int] = set()
         self.gathered: set[int] = set()

@@ -156,7 +156,8 @@ def traced_changes(scene: Scene) -> list[Finding]:
     """Saved tensors that a step changed in place (traced), one finding for each storage, old graphs that its backward reached
     and checkpointed parts that it repeated differently (traced), and caches that it wrote."""
     changed: dict[int, Finding] = {}
-    others = [finding for part in scene.parts if part is not None for finding in part.findings()]
+    parts = [part for part in scene.parts if part is not None and all(saved.now is None for saved in part.saved)]
+    others = [part.difference for part in parts if part.difference is not None]
     if scene.trace is not None:
         held = {storage_of(h.tensor): h for h in scene.now(parameters=True)}
         for saved in scene.trace.changed:
@@ -232,9 +233,8 @@ def _stale(scene: Scene, held: HeldTensor, node: object) -> Finding:
     if held.owner is None:
         nodes = nodes_of([held.tensor])
         origins = [v for v in scene.variables() if v.tensor.grad_fn in nodes and v.written()]
-        first = min(
-            origins, key=lambda v: sequence_nr(v.tensor.grad_fn), default=None
-        )  # the variable at which the graph starts
+        # the variable at which the graph starts
+        first = min(origins, key=lambda v: sequence_nr(v.tensor.grad_fn), default=None)
         line = None if first is None else first.written()[0]
         text = f"{held.path} was computed before the step and carries a graph: it goes through "
         return Finding("stale", f"{text}{scene.trainable_of(held.tensor)} only once", OUTSIDE, held.describe(), line=line)

@@ -29,6 +29,9 @@ from omni.utils import private
 _HARMLESS = frozenset({"aten._local_scalar_dense", "aten.detach", "aten.alias"})
 """Operations that do not count as a use of a tensor with an older graph, because no gradient is asked for through them."""
 
+_MACHINERY = ("_python_dispatch", "_dynamo", "_compile.py", OWN)
+"""Parts of the names of files between a user's line and the trace."""
+
 Node = Any  # torch.autograd.graph.Node, whose C++ attributes have no types
 
 
@@ -199,19 +202,15 @@ class Trace(private.TorchDispatchMode):
         with private.DisableTorchFunctionSubclass():
             writes, is_view = _effects(func)
             written = _tensors([args[index] if index < len(args) else kwargs.get(name) for index, name in writes])
-            self._note(op, frame, inputs, written, out)
+            for t in written:
+                write = Write(self.clock, line_of(frame), op, variable(frame, t))
+                self.writes.setdefault(storage_of(t), []).append(write)
+            for storage in {storage_of(t) for t in _tensors([out])} - {storage_of(t) for t in inputs}:
+                self.writes[storage] = [Write(self.clock, line_of(frame), op, "")]
             if self.listener is not None and not is_view:
                 with replaced(self, "busy", True):
                     self.listener(op, inputs, out, frame)
         return out
-
-    def _note(self, op: str, frame: FrameType | None, inputs: list[Tensor], written: Iterable[Tensor], out: Any) -> None:
-        """Records the tensors that an operation has written and created."""
-        line = line_of(frame)
-        for t in written:
-            self.writes.setdefault(storage_of(t), []).append(Write(self.clock, line, op, variable(frame, t)))
-        for storage in {storage_of(t) for t in _tensors([out])} - {storage_of(t) for t in inputs}:
-            self.writes[storage] = [Write(self.clock, line, op, "")]
 
     def _look(self, inputs: list[Tensor], op: str, line: Line | None) -> None:
         """Records uses of parameters, cuts of the graph, and tensors whose graph is older than the step."""
@@ -221,8 +220,11 @@ class Trace(private.TorchDispatchMode):
                 continue
             if id(t) in self.names:
                 self.uses.setdefault((self.names[id(t)], recording), line)
-            if line is not None and (op == "aten.detach" or not recording) and _is_direct():
-                if sum(cut[0] == line for cut in self.cuts) < 8:
+            if line is not None and (op == "aten.detach" or not recording):
+                files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe()))
+                caller = next((file for file in files if not any(part in file for part in _MACHINERY)), TORCH)
+                # A function of torch that the user's line called makes no cut of its own.
+                if not caller.startswith(TORCH) and sum(cut[0] == line for cut in self.cuts) < 8:
                     self.cuts.append((line, op if recording else "no_grad", t))
             elif recording and op not in _HARMLESS and t.grad_fn is not None and is_older(t.grad_fn, self.first):
                 self.old_uses.setdefault(t.grad_fn, line)
@@ -270,13 +272,6 @@ def variable(frame: FrameType | None, tensor: Tensor) -> str:
         return ""
     storage, values = storage_of(tensor), frame.f_locals.items()
     return next((name for name, value in values if isinstance(value, Tensor) and storage_of(value) == storage), "")
-
-
-def _is_direct() -> bool:
-    """Whether the operation was called by the user's own line, and not by a function of torch that it called."""
-    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
-    machinery = ("_python_dispatch", "_dynamo", "_compile.py", OWN)
-    return not next((file for file in files if not any(part in file for part in machinery)), TORCH).startswith(TORCH)
 
 
 # --- checkpointed parts -----------------------------------------------------------------------------------------------
@@ -339,9 +334,8 @@ class Region:
         is_skipped = name in _CASTS or name.endswith("_like") or "empty" in name  # casts, and tensors made in the shape of one
         if is_skipped or self.difference is not None or not any(t.requires_grad for t in inputs):
             return
-        first_writes = [
-            (t, self.trace.writes.get(storage_of(t), [])[:1]) for t in inputs
-        ]  # of its own: made in the present run
+        # A source was not made in the present run.
+        first_writes = [(t, self.trace.writes.get(storage_of(t), [])[:1]) for t in inputs]
         sources = [t for t, first in first_writes if not t.requires_grad or not any(w.clock > self.start for w in first)]
         operation = Operation(name, digest(out), line_of(frame), [(storage_of(t), digest(t)) for t in sources])
         if self.at is None:
@@ -352,10 +346,6 @@ class Region:
             self.at += 1
         else:
             self.difference = self._compare(left, operation, sources, frame)
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made in the present run."""
-        return any(write.clock > self.start for write in self.trace.writes.get(storage_of(tensor), [])[:1])
 
     def _compare(self, left: list[Operation], new: Operation, sources: list[Tensor], frame: FrameType | None) -> Finding:
         """The finding about the operation at which the second run differs from what is left of the first."""
@@ -388,10 +378,6 @@ class Region:
             line, remedy = self.line, BOUND
         others = tuple(other for other in dict.fromkeys((operation.line, self.line)) if other is not None and other != line)
         return Finding("recompute", text, remedy, source.describe(), source.module, line, others)
-
-    def findings(self) -> list[Finding]:
-        is_reported = any(saved.now is not None for saved in self.saved)
-        return [] if self.difference is None or is_reported else [self.difference]
 
 
 @contextmanager
