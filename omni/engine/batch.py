@@ -32,11 +32,6 @@ class Slots:
     def __init__(self, number: int) -> None:
         self.holders: list[Seat | None] = [None] * number
 
-    @property
-    def free(self) -> int:
-        """Number of slots that nobody holds."""
-        return self.holders.count(None)
-
     def idle(self) -> list[Seat]:
         """Seats that have a slot and no answer under way, the one that waited longest first."""
         held = {id(seat): seat for seat in self.holders if seat is not None and not seat.busy}
@@ -61,10 +56,8 @@ class Slots:
         between them; `slot` itself where it is close enough. `origin`: steps begin with slot 0, whoever holds it."""
         busy = [slot, *(n for n, seat in enumerate(self.holders) if seat is not None and seat.busy)]
         count, span = len(set(busy)), max(busy) + 1 - (0 if origin else min(busy))
-        return slot if slot < count or span <= count + count // 10 + 1 else self.lowest(slot)
-
-    def lowest(self, slot: int) -> int:
-        """The first slot up to `slot` without a busy seat, or `slot`."""
+        if slot < count or span <= count + count // 10 + 1:
+            return slot
         return next((n for n, seat in enumerate(self.holders[:slot]) if seat is None or not seat.busy), slot)
 
     def exchange(self, slot: int, other: int) -> Seat | None:
@@ -133,7 +126,7 @@ class EngineBatch:
                 return False
         elif self.runner is None or self.runner.length < seat.limit:
             return False
-        if not slots.free:
+        if None not in slots.holders:
             idle = [other for other in slots.idle() if other not in others]
             if not idle or (self.fixed is None and len(slots.holders) < KEPT):
                 return False
@@ -149,7 +142,7 @@ class EngineBatch:
                 self.forget()
         runner, slots, seats = self.runner, self.slots, [running.seat for running in waiting]
         wanted = [(running.seat.slot is None) + (running.fork is not None) for running in waiting]
-        number, spare = len(slots.holders), slots.free
+        number, spare = len(slots.holders), slots.holders.count(None)
         if number >= KEPT or self.fixed is not None:
             spare += sum(1 for seat in slots.idle() if seat is not seats[0])
         if spare < wanted[0] or (self.fixed is None and number < KEPT):
@@ -204,12 +197,6 @@ class EngineBatch:
                 seat.slot, seat.busy = None, False
         self.runner, self.slots, self.answers, self._rows = None, Slots(0), [], {}
 
-    def shrink(self) -> None:
-        """Drop a large cache that nobody uses: it is quick to make."""
-        rows = 0 if self.runner is None else len(self.runner.rows)
-        if rows > 2 and self.fixed is None and self.model.device.type == "cpu" and not self.busy:
-            self.forget()
-
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def begin(self, answers: Sequence[Running]) -> None:
@@ -238,7 +225,7 @@ class EngineBatch:
         taken = time.perf_counter() - start
         if 2 * len(rows) >= len(self._rows):  # a step of few says nothing of the others'
             self.seconds = 0.75 * self.seconds + 0.25 * taken
-        self._recorder.stepped(len(rows), taken)
+        self._recorder.note(steps=[(len(rows), taken)])
 
     def collect(self, flush: bool = False) -> None:
         """Give the sound thread what the rows wrote; answers that are complete leave."""

@@ -235,10 +235,13 @@ class Conversation:
             self._end_listening(stream)
 
     def _end_listening(self, sound: FeatureStream) -> None:
-        seat = self._seat
-        if self._hears is sound and seat is not None:
-            self._hears = None
-            self._engine.requests.stop_listening(seat, sound)
+        seat, requests = self._seat, self._engine.requests
+        if self._hears is not sound or seat is None:
+            return
+        self._hears = None
+        with requests.lock:
+            if seat in requests.listens and requests.listens[seat].stream is sound:
+                del requests.listens[seat]
 
     def _listen(self) -> None:
         """Have what is heard of the next question fed behind the present history, unless an answer is under way; the lock is
@@ -396,7 +399,12 @@ class Conversation:
             return
         if self._hears is not None:
             self._hears.closed = True
-        self._engine.requests.vacate(seat)
+        requests = self._engine.requests
+        with requests.lock:  # the slot is freed at the next step's boundary; what is left of an answer is cancelled
+            requests.listens.pop(seat, None)
+            requests.vacated.append(seat)
+            requests.seats.discard(seat)
+        requests.wake()
         self._release()
 
 

@@ -185,7 +185,7 @@ class Engine:
             live=sum(running.pace == "live" for running in answers),
             waiting=waiting,
             slots=len(slots.holders),
-            free=slots.free,
+            free=slots.holders.count(None),
         )
 
     @property
@@ -199,7 +199,7 @@ class Engine:
             return False
         if any(listen.stream.due for listen in self.requests.listening()):
             return False
-        return not answers or bool((slots.free or slots.idle()) and slack is not None and slack >= SPARE)
+        return not answers or bool((None in slots.holders or slots.idle()) and slack is not None and slack >= SPARE)
 
     def measure(self, rows: Sequence[int] | None = None) -> StepCosts:
         """Measures the cost of steps on this machine and keeps it; admission goes by it until the engine has stepped enough.

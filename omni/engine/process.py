@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -241,7 +241,7 @@ def first_message(pipe: Any, process: Any) -> Item:
     return tuple(rest)
 
 
-class EngineProcess(Sessions):
+class EngineProcess(Sessions, AbstractContextManager["EngineProcess"]):
     """Starts a process that loads a model and answers the questions of this one. Close it, or use `with`.
 
     It is started with 'spawn': a script that makes one needs `if __name__ == "__main__":`. UserError: as of
@@ -346,9 +346,6 @@ class EngineProcess(Sessions):
             self._link.reader.join()
         self._process.close()
         atexit.unregister(self.close)
-
-    def __enter__(self) -> EngineProcess:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -270,17 +270,20 @@ class Recorder:
             self._chunks = 0
             self._judged: dict[str, tuple[int, Any]] = {}
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        with self._lock:
-            self.steps += 1
-            self.step.append((rows, seconds))
-
     def note(
-        self, late: Sequence[float] = (), first_audio: Sequence[float] = (), answers: int = 0, hearing: float = 0.0
+        self,
+        late: Sequence[float] = (),
+        first_audio: Sequence[float] = (),
+        answers: int = 0,
+        hearing: float = 0.0,
+        steps: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Add to the figures: seconds by which live listeners' chunks were ready (of coded sound, decoded) after they were due,
-        seconds to their first sounds, answers that ended, and seconds of a piece of a question whose sound is coming."""
+        seconds to their first sounds, answers that ended, seconds of a piece of a question whose sound is coming, and rows
+        and seconds of steps."""
         with self._lock:
+            self.steps += len(steps)
+            self.step += steps
             self._chunks += len(late)
             self.lateness += late
             self.underruns += sum(seconds > 0 for seconds in late)

@@ -24,7 +24,6 @@ from omni.engine.intake import Intake
 from omni.engine.prefill_ahead import Listen, Refill
 from omni.engine.stats import Recorder
 from omni.engine.worker import Worker
-from omni.generate.listening import FeatureStream
 from omni.utils.hardware import release_threads
 
 
@@ -78,12 +77,6 @@ class Requests:
             self.listens = {seat: listen for seat, listen in self.listens.items() if not listen.stream.closed}
             return [*self.listens.values()]
 
-    def stop_listening(self, seat: Seat, stream: FeatureStream) -> None:
-        """Listen to a stream no more."""
-        with self.lock:
-            if seat in self.listens and self.listens[seat].stream is stream:
-                del self.listens[seat]
-
     def later(self, listen: Listen) -> None:
         """Let others that are listened to come first."""
         with self.lock:
@@ -94,14 +87,6 @@ class Requests:
         """Have an answer end."""
         with self.lock:
             self.ended.append(running)
-        self.wake()
-
-    def vacate(self, seat: Seat) -> None:
-        """Have a conversation's slot freed, at the next step's boundary; what is left of its answer is cancelled."""
-        with self.lock:
-            self.listens.pop(seat, None)
-            self.vacated.append(seat)
-            self.seats.discard(seat)
         self.wake()
 
 
@@ -238,19 +223,19 @@ class SteppingThread:
         waited = self._steps >= (BETWEEN if spare > batch.seconds else PATIENCE)
         urgent = due.new + due.low
         self._filling = bool(due.low) or (self._filling and len(due.along) > due.full)
+        answers = (due.along if self._filling else []) + due.read
         if urgent and not (incoming and waited):
-            self._step(urgent + self._beside(urgent, due))
+            answers = urgent + self._beside(urgent, due)
         elif incoming:
             self._let_in(spare)
+            return 0.0
         elif self._refill(due.slack, bool(due.read)):
-            pass
-        elif self._filling:
-            self._step(due.along + due.read)
-        elif due.read:
-            self._step(due.read)
-        else:
+            return 0.0
+        if not answers:
             slack = min(due.slack, wait, 0.01) if unknown else min(due.slack, wait)
             return None if slack == float("inf") else max(slack, 1e-4)
+        self._steps, self._unfed = self._steps + 1, self._unfed + 1
+        batch.step(answers)
         return 0.0
 
     def _let_in(self, spare: float) -> None:
@@ -272,10 +257,6 @@ class SteppingThread:
         if self._filling:
             return due.along + due.read
         return due.along if cheap else []
-
-    def _step(self, answers: Sequence[Running]) -> None:
-        self._steps, self._unfed = self._steps + 1, self._unfed + 1
-        self._batch.step(answers)
 
     def _refill(self, slack: float, read: bool) -> bool:
         """Feed a piece of a question whose sound is still coming, or of what stays of a conversation, where there is time: with
@@ -324,8 +305,10 @@ class SteppingThread:
                 self._intake.drop(running)
         for seat in vacated:
             self._empty(seat)
-        if vacated and empty:
-            self._batch.shrink()
+        batch = self._batch
+        large = batch.runner is not None and len(batch.runner.rows) > 2 and batch.fixed is None
+        if vacated and empty and large and batch.model.device.type == "cpu" and not batch.busy:
+            batch.forget()  # a large cache that nobody uses: it is quick to make
 
     def _empty(self, seat: Seat) -> None:
         """Free a conversation's slot; an answer that nobody waits for any more is cancelled first."""
@@ -341,19 +324,14 @@ class SteppingThread:
 
     def _give_up(self, due: Due) -> float:
         """End answers that nobody has read for too long; returns the seconds until the next one."""
-        for running in due.lost:
-            self._unheard(running, self._unread)
-        wait, now = float("inf"), time.perf_counter()
-        if self._patience is None:
-            return wait
-        for running in due.behind:
-            left = running.rested + self._patience - now
+        ended, wait, now = [*due.lost], float("inf"), time.perf_counter()
+        for running in due.behind if self._patience is not None else ():
+            left = running.rested + self._unread - now
             if running.resting and left <= 0:
-                self._unheard(running, self._patience)
+                ended.append(running)
             else:
                 wait = min(wait, max(left, 0.01))
+        for running in ended:
+            running.reply.fail(f"nobody has read this answer for {self._unread:g} s; ask again, and read its events")
+            self._batch.end(running, "error")
         return wait
-
-    def _unheard(self, running: Running, seconds: float) -> None:
-        running.reply.fail(f"nobody has read this answer for {seconds:g} s; ask again, and read its events")
-        self._batch.end(running, "error")

@@ -179,7 +179,11 @@ def hold(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (answer, stepping):
         monkeypatch.setattr(module, "AHEAD", ahead)
     if seed % 2:  # rows move at every question, as they do among many idle ones
-        monkeypatch.setattr(Slots, "closer", lambda self, slot, origin: self.lowest(slot))
+        monkeypatch.setattr(
+            Slots,
+            "closer",
+            lambda self, slot, origin: next(n for n, seat in enumerate(self.holders) if n == slot or not (seat and seat.busy)),
+        )
     going: list[tuple[int, Speaker]] = []
     with lm.engine.requests.lock:  # some come at the same time
         for number in draw.choices(range(len(SCRIPTS)), k=draw.randint(0, 5)):

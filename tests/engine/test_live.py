@@ -85,7 +85,7 @@ def test_one_more_is_let_in_while_sound_stays_early() -> None:
     recorder = Recorder()
     assert not admit(recorder, 0, 0.04) and not admit(recorder, 50, 0.04)  # nothing is known yet
     for rows in (1, 2, 4, 8) * 4:
-        recorder.stepped(rows, 0.004 + 0.001 * rows)
+        recorder.note(steps=[(rows, 0.004 + 0.001 * rows)])
     assert recorder.cost() == pytest.approx((0.004, 0.001))
     assert not admit(recorder, 31, 0.04)
     assert "a step of 33 rows takes 37 ms, a frame plays 40 ms" in admit(recorder, 32, 0.04)
@@ -144,7 +144,7 @@ def test_a_step_of_all_waits_where_somebody_is_about_to_run_out(lm: SpeechLM) ->
     """Those that cannot wait are stepped alone then."""
     stepping = lm.engine._stepping
     for rows in (1, 2, 4, 8) * 4:
-        lm.engine.recorder.stepped(rows, 0.004 + 0.001 * rows)
+        lm.engine.recorder.note(steps=[(rows, 0.004 + 0.001 * rows)])
     along = [listener(0.4, 14)] * 4
     for spare, beside in ((0.017, []), (0.019, along)):  # a step of five takes 9 ms
         stepping._filling = True
@@ -152,12 +152,12 @@ def test_a_step_of_all_waits_where_somebody_is_about_to_run_out(lm: SpeechLM) ->
         lm.engine.recorder.clear()  # nothing is known of a step's cost
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == along
         for rows in (1, 2, 4, 8) * 4:  # of a large model: who comes along costs next to nothing, so nobody gains without them
-            lm.engine.recorder.stepped(rows, 0.04 + 0.0001 * rows)
+            lm.engine.recorder.note(steps=[(rows, 0.04 + 0.0001 * rows)])
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=spare)) == along
         assert stepping._beside([listener(None, 0)], Due(along=along, spare=0.0, late=True)) == []
         lm.engine.recorder.clear()
         for rows in (1, 2, 4, 8) * 4:
-            lm.engine.recorder.stepped(rows, 0.004 + 0.001 * rows)
+            lm.engine.recorder.note(steps=[(rows, 0.004 + 0.001 * rows)])
 
 
 @pytest.mark.long

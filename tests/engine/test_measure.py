@@ -150,10 +150,10 @@ def test_a_measurement_is_believed_until_the_engine_s_own_steps_say_more() -> No
     assert not admit(recorder, 30, frame)
     assert "a step of 33 rows takes 37 ms, a frame plays 40 ms" in admit(recorder, 32, frame)
     for rows in (1, 2) * 8:
-        recorder.stepped(rows, 0.0001 * rows)  # of two rows nothing follows for 33
+        recorder.note(steps=[(rows, 0.0001 * rows)])  # of two rows nothing follows for 33
     assert admit(recorder, 32, frame) and not admit(recorder, 2, frame)
     for rows in (10, 17) * 300:
-        recorder.stepped(rows, 0.0001 * rows)
+        recorder.note(steps=[(rows, 0.0001 * rows)])
     assert not admit(recorder, 32, frame) and not admit(recorder, 33, frame)
     assert admit(recorder, 34, frame)  # of 17 rows nothing follows for 35
     assert admit(other, 40, frame) and not admit(Recorder(), 40, frame)

@@ -53,9 +53,9 @@ def same(one: Answer, other: Answer) -> None:
 def is_free(lm: SpeechLM) -> bool:
     """Whether all slots are let go within some seconds."""
     slots, end = lm.engine._batch.slots, time.monotonic() + 5
-    while slots.free < len(slots.holders) and time.monotonic() < end:
+    while any(slots.holders) and time.monotonic() < end:
         time.sleep(0.001)
-    return slots.free == len(slots.holders)
+    return not any(slots.holders)
 
 
 def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Tensor:

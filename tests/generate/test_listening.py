@@ -291,7 +291,7 @@ def test_listens_take_turns(lm: SpeechLM) -> None:
         assert requests.listening() == every[::-1]
         every[0].stream.closed = True
         assert requests.listening() == [every[1]]
-        requests.stop_listening(every[1].seat, every[1].stream)
+        del requests.listens[every[1].seat]
         requests.later(every[1])
         assert not requests.listening()
 
