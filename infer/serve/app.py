@@ -7,13 +7,15 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request, Response, WebSocket
+from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.routing import WebSocketRoute
 
 from infer.serve.host import EngineHost
 from infer.serve.keys import LONGEST_SECRET, SECRET, Keys
@@ -67,10 +69,7 @@ def create_app(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] 
             expose_headers=["Location"],
         )
 
-    @app.websocket(REALTIME)
-    async def realtime(socket: WebSocket) -> None:
-        await serve_socket(server, socket)
-
+    app.router.routes.append(WebSocketRoute(REALTIME, partial(serve_socket, server)))
     add_web(app, server)
     add_models(app, server)
     calls = Calls(server)

@@ -70,7 +70,7 @@ class Keys:
     """The keys of a server, none where everybody may connect, with their usage and sessions."""
 
     def __init__(self, keys: Iterable[str], limits: ServerLimits) -> None:
-        self._keys = {_digest(key): f"key-{number}" for number, key in enumerate(keys, 1)}
+        self._keys = {hashlib.sha256(key.encode()).digest(): f"key-{number}" for number, key in enumerate(keys, 1)}
         self._limits, self.needed = limits, bool(self._keys)
         signing = sorted(self._keys) or [secrets.token_bytes(32)]
         self._signer = URLSafeSerializer(
@@ -93,7 +93,7 @@ class Keys:
             return "anyone", {}
         if key is None:
             raise Denied("this server needs a key: Authorization: Bearer KEY", "missing_api_key", status=401)
-        digest = _digest(key)
+        digest = hashlib.sha256(key.encode()).digest()
         for known, name in self._keys.items():
             if hmac.compare_digest(known, digest):
                 return name, {}
@@ -115,10 +115,6 @@ class Keys:
             raise Denied(problem, "session_limit_reached", status=429)
         self.usage[owner].count(seconds=1)
         self.sessions[owner] += 1
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
 
 
 def key_of(headers: Mapping[str, str], protocols: Sequence[str] = ()) -> str | None:

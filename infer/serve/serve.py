@@ -85,8 +85,11 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
 def settings_of(model: str, options: ServeOptions) -> ServeSettings:
     """The settings that the options give."""
     key_sessions = options.key_sessions or options.sessions
+    path = Path(model).resolve()
+    if path.name == "model" and path.parent.name:  # a run's folder
+        path = path.parent
     return ServeSettings(
-        model=options.name or name_of(model),
+        model=options.name or path.name,
         adapters=tuple(read_adapters(options.adapter, model)),
         origins=options.origins,
         limits=ServerLimits(
@@ -101,12 +104,6 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
             use_instructions=options.instructions == "use", **{name: getattr(options, name) for name in SESSION_KEYWORDS}
         ),
     )
-
-
-def name_of(model: str) -> str:
-    """Name of a model for clients: its folder's, or of what that is in where the folder is only called `model`."""
-    path = Path(model).resolve()
-    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -158,12 +155,9 @@ async def run(server: Server, app: object, listening: socket.socket, options: Se
     web = Uvicorn(configured(app, options.certificate, options.private_key))
     ending, hurry = asyncio.Event(), asyncio.Event()
 
-    def end() -> None:
-        (hurry if ending.is_set() else ending).set()
-
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(name, end)
+        loop.add_signal_handler(name, lambda: (hurry if ending.is_set() else ending).set())
     serving = asyncio.create_task(web.serve([listening]))
     waiting = asyncio.create_task(ending.wait())
     try:

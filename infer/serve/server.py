@@ -129,11 +129,11 @@ def response_of(error: ProtocolError) -> JSONResponse:
     return JSONResponse(error.body, error.status, headers=headers)
 
 
+@dataclass(eq=False)
 class Headers:
     """Adds headers to every answer of an ASGI application."""
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    app: Any
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         host = dict(scope.get("headers", ())).get(b"host", b"").decode("latin-1")
@@ -144,7 +144,7 @@ class Headers:
                 message["headers"] = [*message.get("headers", []), *HEADERS, *HSTS * by_tls]
             await send(message)
 
-        await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
+        await self.app(scope, receive, with_headers if scope["type"] == "http" else send)
 
 
 async def refuse_elsewhere(socket: WebSocket) -> None:
@@ -193,19 +193,14 @@ def add_web(app: FastAPI, server: Server) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         """Figures for Prometheus, for this machine alone."""
-        if not _is_near(request):
+        headers = request.headers
+        near = request.client is not None and request.client.host in LOOPBACK and is_local(headers.get("host", ""))
+        forwarded = "x-forwarded-for" in headers or "forwarded" in headers
+        foreign = "origin" in headers and headers["origin"].partition("://")[2] != headers.get("host")
+        if not near or forwarded or foreign:
             return response_of(ProtocolError("metrics are for this machine, by the name of localhost", "", status=403))
         page = server.metrics.page(await engine_stats(server), server.host.restarts)
         return Response(page, media_type=CONTENT_TYPE_LATEST)
-
-
-def _is_near(request: Request) -> bool:
-    """Whether a request comes from this machine, by a name of its own, and is no proxy's and no page's of another origin."""
-    headers = request.headers
-    near = request.client is not None and request.client.host in LOOPBACK and is_local(headers.get("host", ""))
-    if not near or "x-forwarded-for" in headers or "forwarded" in headers:
-        return False
-    return "origin" not in headers or headers["origin"].partition("://")[2] == headers["host"]
 
 
 async def engine_stats(server: Server) -> EngineStats | None:

@@ -165,10 +165,20 @@ class TurnDetector:
         return [TurnEvent("ended", self.voiced, self.now)]
 
     def said(self, frames: TurnFrames | None, start: float) -> bool | None:
-        """Whether a turn whose sound begins at second `start` has ended, by the turn head; None where it does not judge."""
-        if not isinstance(self.settings, SemanticVad) or not self.speaking:
+        """Whether a turn whose sound begins at second `start` has ended, by the turn head; None where it does not judge. After
+        `UNSURE` seconds it has, unless its frames come late, or the head knows who speaks and clearly says that more must come.
+        """
+        if frames is None or not isinstance(self.settings, SemanticVad) or not self.speaking:
             return None
-        return has_ended(frames, start, self.now, self.voiced, self.settings.eagerness)
+        second, voiced, eagerness = self.now - start, self.voiced - start, self.settings.eagerness
+        if second - voiced >= UNSURE:
+            known, last, count = frames.known, int(voiced * frames.rate), int(HEARD * frames.rate)
+            newest = min(int(second * frames.rate), len(known))
+            speech, silence = known[max(last - count, 0) : last, VOICE], known[max(newest - 2, 0) : newest, END]
+            waits = newest < last or (len(speech) == count and speech.median() >= KNOWN and silence.mean() < MORE)
+            if not waits:
+                return True
+        return second - voiced >= LEAST[eagerness] and frames.ended(second, voiced, RULES[eagerness])
 
     def stop(self) -> None:
         """End the turn, whatever was heard last."""
@@ -184,20 +194,3 @@ class TurnDetector:
             return []
         since, self._idle_since = self._idle_since, None
         return [TurnEvent("idle", since, self.now)]
-
-
-def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: str) -> bool | None:
-    """Whether a turn has ended that began at a second of the input, was followed until `now`, and was `voiced` last at
-    another; None where the model does not judge it. After `UNSURE` seconds it has, unless its frames come late, or the head
-    knows who speaks and clearly says that more must come."""
-    if frames is None:
-        return None
-    second, voiced = now - start, voiced - start
-    if second - voiced >= UNSURE:
-        known, last, count = frames.known, int(voiced * frames.rate), int(HEARD * frames.rate)
-        newest = min(int(second * frames.rate), len(known))
-        speech, silence = known[max(last - count, 0) : last, VOICE], known[max(newest - 2, 0) : newest, END]
-        waits = newest < last or (len(speech) == count and speech.median() >= KNOWN and silence.mean() < MORE)
-        if not waits:
-            return True
-    return second - voiced >= LEAST[eagerness] and frames.ended(second, voiced, RULES[eagerness])

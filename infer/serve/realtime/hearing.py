@@ -296,7 +296,10 @@ class SessionInput:
 
     def _restart(self) -> None:
         """Drop the present turn, and look for the next one in what comes."""
-        self._drop()
+        self._transcripts.stop()
+        turn, self._turn, self._item = self._turn, None, ""
+        if turn is not None:
+            self._owner.spawn(turn.drop())
         wanted = self._owner.configuration.audio.input.turn_detection
         self._detector = None if wanted is None else TurnDetector(wanted, self.buffer.end)
         self._stream = SpeechStream()
@@ -425,11 +428,12 @@ class SessionInput:
 
     def _add(self, item_id: str, sound: np.ndarray, silent: bool = False) -> None:
         """Make an item of committed sound [S], and have it written down where the client asks for that."""
-        if silent:
-            self._drop()
         self._transcripts.stop()
         turn, self._turn, self._item = self._turn, None, ""
         owner = self._owner
+        if silent and turn is not None:
+            owner.spawn(turn.drop())
+            turn = None
         item = ConversationItem("message", "user", id=item_id)
         item.content.append(ContentPart("input_audio", None, sound, silent=silent, turn=turn))
         last = owner.items[-1].id if owner.items else None
@@ -437,12 +441,6 @@ class SessionInput:
         owner.add_item(item)
         if owner.configuration.audio.input.transcription is not None or owner.configuration.type == "transcription":
             owner.spawn(self._transcripts.write(item))
-
-    def _drop(self) -> None:
-        self._transcripts.stop()
-        turn, self._turn, self._item = self._turn, None, ""
-        if turn is not None:
-            self._owner.spawn(turn.drop())
 
     def clear(self) -> None:
         """Drop what the buffer holds."""

@@ -104,14 +104,9 @@ class Pacer:
         self._sounds.push(samples)
         self._changed.set()
 
-    def close(self) -> None:
-        """Nothing more comes."""
-        self._closed = True
-        self._changed.set()
-
-    def stop(self) -> None:
-        """Send nothing more, from this moment on."""
-        self.stopped = True
+    def close(self, at_once: bool = False) -> None:
+        """Nothing more comes, nor, with `at_once`, is anything sent from this moment on."""
+        self._closed, self.stopped = True, self.stopped or at_once
         self._changed.set()
 
     async def run(self, tell: Callable[[str], None]) -> None:

@@ -166,15 +166,6 @@ _READER: TypeAdapter[ClientEvent] = TypeAdapter(Annotated[ClientEvent, Field(dis
 TYPES = tuple(name for model in get_args(ClientEvent) for name in get_args(model.model_fields["type"].annotation))
 
 
-def read_message(text: str | bytes) -> Event:
-    """The JSON object of a client's message; ProtocolError where it is none."""
-    check_costly(text)
-    message = read_json(text, "the message")
-    if not isinstance(message, dict):
-        raise ProtocolError(f"the message is a JSON {type(message).__name__}; send an object", "invalid_json")
-    return message
-
-
 def read_event(message: Event) -> ClientEvent:
     """The event that a client's message is; ProtocolError for an unknown type, or a field of the wrong type."""
     if message.get("type") not in TYPES:

@@ -156,7 +156,7 @@ class Response:
         """End it here: nothing is sent any more, and the history keeps what was heard. Returns after `response.done`."""
         if not self.over.is_set() and self._stop_reason is None:
             self._stop_reason, self._heard = reason, self.outlet.heard if self.speaks else None
-            self._pacer.stop()
+            self._pacer.close(at_once=True)
             self.outlet.clear()
             try:
                 if self._events is not None:

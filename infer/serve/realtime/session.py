@@ -9,8 +9,6 @@ import asyncio
 import time
 import weakref
 
-import numpy as np
-
 from infer.serve.realtime import protocol
 from infer.serve.realtime.configuration import ignored, shown, updated
 from infer.serve.realtime.hearing import SessionInput, Transcripts
@@ -30,16 +28,12 @@ class RealtimeSession(SessionState):
         self.responses = Responses(me)
         self.transcripts = Transcripts(me, self.responses)
         self.hearing = SessionInput(me, self.responses, self.transcripts)
+        self.answered = self.hearing.answered
 
     def begin(self) -> None:
         """Send the first event."""
-        self.send({"type": "session.created", "session": self._shown()})
-
-    def _shown(self) -> Event:
-        return shown(self.configuration, self.voices, self.id, self._expires_at)
-
-    def answered(self) -> None:
-        self.hearing.answered()
+        session = shown(self.configuration, self.voices, self.id, self._expires_at)
+        self.send({"type": "session.created", "session": session})
 
     # --- events in ----------------------------------------------------------------------------------------------------
 
@@ -47,7 +41,10 @@ class RealtimeSession(SessionState):
         """Do what a message of the client says; what is wrong with it is told as an `error` event."""
         event_id = None
         try:
-            message = protocol.read_message(text)
+            protocol.check_costly(text)
+            message = protocol.read_json(text, "the message")
+            if not isinstance(message, dict):
+                raise ProtocolError(f"the message is a JSON {type(message).__name__}; send an object", "invalid_json")
             event_id = message.get("event_id")
             await self._act(protocol.read_event(message))
         except Exception as error:
@@ -90,17 +87,10 @@ class RealtimeSession(SessionState):
         started = bool(self.items) or self.responses.last is not None
         self.configuration = updated(self.configuration, change, started)
         self.hearing.configure()
-        session = self._shown()
+        session = shown(self.configuration, self.voices, self.id, self._expires_at)
         if unused := ignored(change, session):
             session["omni"]["ignored"] = unused
         self.send({"type": "session.updated", "session": session})
-
-    async def hear(self, samples: np.ndarray) -> None:
-        """Sound that came by a way of its own: samples [S] at 24 kHz."""
-        try:
-            await self.hearing.take(samples)
-        except ProtocolError as error:
-            self.send(error.event())
 
     async def _retrieve_item(self, event: protocol.ItemNamed) -> None:
         item = self.items.find(event.item_id, "item_retrieve_invalid_item_id")

@@ -67,8 +67,14 @@ class ContentPart:
         """The part for the client; its sound too, where a format for it is given."""
         if self.type == "input_audio":
             part = {"type": self.type, "transcript": self.text}  # null too: agents-js wants the key
-            sound = None if form is None or self.sound is None else in_format(self.sound, form)
-            return part if sound is None else {**part, "audio": base64.b64encode(sound).decode()}
+            if form is None or self.sound is None:
+                return part
+            data = self.sound.astype("<i2", copy=False).tobytes()
+            if form.samples_per_second != PCM_RATE:
+                rate = Resampler(PCM_RATE, form.samples_per_second)
+                sound = np.concatenate([rate.push(self.sound.astype(np.float32) / 32768), rate.finish()])
+                data = encode(sound, form.type)
+            return {**part, "audio": base64.b64encode(data).decode()}
         key = "transcript" if self.type == "output_audio" else "text"
         return {"type": self.type, key: self.text or ""}
 
@@ -101,14 +107,6 @@ class ConversationItem:
     def seconds(self) -> float:
         """Length of its spoken question."""
         return sum(len(part.sound) for part in self.content if part.sound is not None) / PCM_RATE
-
-
-def in_format(sound: np.ndarray, form: SoundFormat) -> bytes:
-    """Raw bytes of samples [S] at 24 kHz, int16."""
-    if form.samples_per_second == PCM_RATE:
-        return sound.astype("<i2", copy=False).tobytes()
-    rate = Resampler(PCM_RATE, form.samples_per_second)
-    return encode(np.concatenate([rate.push(sound.astype(np.float32) / 32768), rate.finish()]), form.type)
 
 
 class ClientPart(BaseModel):
@@ -269,6 +267,7 @@ class SessionState:
         vad: the voice activity of all sessions.
         wants_omni: the client takes this project's own events (`omni.…`).
         longest: seconds of the longest question that the model takes.
+        answered: called when a response of the conversation has ended.
     """
 
     host: EngineHost
@@ -279,6 +278,7 @@ class SessionState:
     transport: Transport
     configuration: Configuration = field(default_factory=Configuration)
     wants_omni: bool = False
+    answered: Callable[[], None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.id, self.conversation_id = new_id("sess"), new_id("conv")
@@ -310,9 +310,6 @@ class SessionState:
         index = self.items.index(item)
         before = self.items[index - 1].id if index else None
         self.send({"type": f"conversation.item.{state}", "previous_item_id": before, "item": item.shown()})
-
-    def answered(self) -> None:
-        """A response of the conversation has ended."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine beside the others of this session; its failure is logged."""

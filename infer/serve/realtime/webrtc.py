@@ -12,6 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 from aiortc import RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCRtpSender, RTCSessionDescription
@@ -122,7 +123,10 @@ class Call:
         async def hear(samples: np.ndarray) -> None:
             bounds.came = time.monotonic()
             if self.opened.is_set():
-                await session.hear(samples)
+                try:
+                    await session.hearing.take(samples)
+                except ProtocolError as error:
+                    session.send(error.event())
 
         track = self._pc.getTransceivers()[0].receiver.track
         if track is not None:
@@ -221,13 +225,13 @@ def _bad_offer(problem: str) -> ProtocolError:
     return ProtocolError(f"the offer {problem}", "invalid_offer", "sdp")
 
 
+@dataclass(eq=False)
 class Calls:
     """The calls of one server."""
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._calls: dict[str, Call] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+    _server: Server
+    _calls: dict[str, Call] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def create(self, job: Job) -> Response:
         """Begins the call of an offer, and answers it; Denied where too many calls of its key are not connected."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -112,19 +112,20 @@ def token_counts(turns: Sequence[Turn]) -> TokenCounts:
     return TokenCounts(text, audio, said, spoken)
 
 
+@dataclass(eq=False)
 class KeptAnswers:
     """Spoken answers as the engine's history had them, by the ids under which later requests may refer to them."""
 
-    def __init__(self, most: int = KEPT, seconds: float = KEPT_SECONDS) -> None:
-        self._most, self._seconds = most, seconds
-        self._answers: OrderedDict[str, tuple[str, float, Message]] = OrderedDict()  # owner, end, answer; oldest first
+    most: int = KEPT
+    seconds: float = KEPT_SECONDS
+    _answers: dict[str, tuple[str, float, Message]] = field(default_factory=dict)  # owner, end, answer; oldest first
 
     def add(self, answer_id: str, owner: str, answer: Message) -> int:
         """Keep an answer for the owner of a key; returns when it is forgotten, in seconds since 1970."""
-        end = time.time() + self._seconds
+        end = time.time() + self.seconds
         self._answers[answer_id] = (owner, end, answer)
         for old, (_, until, _) in list(self._answers.items()):
-            if len(self._answers) <= self._most and until >= time.time():
+            if len(self._answers) <= self.most and until >= time.time():
                 break
             del self._answers[old]
         return int(end)
@@ -135,8 +136,11 @@ class KeptAnswers:
         return answer if whose == owner and end >= time.time() else None
 
 
-def encoded(samples: np.ndarray, form: str) -> bytes:
-    """Samples [S] at 24 kHz in one of the formats of `MEDIA`; what is beyond -1 to 1 is clipped."""
+def encoded(sound: Tensor, rate: int, form: str) -> bytes:
+    """An answer's sound [S] at `rate` samples per second, at 24 kHz in one of the formats of `MEDIA`; what is beyond -1 to 1 is
+    clipped."""
+    resampler = Resampler(rate, PCM_RATE)
+    samples = np.concatenate([resampler.push(sound.numpy()), resampler.finish()])
     if form not in FILES:
         data = encode(samples, "audio/pcm")
         return wav_header(PCM_RATE, len(data)) + data if form == "wav" else data
@@ -147,9 +151,3 @@ def encoded(samples: np.ndarray, form: str) -> bytes:
         for start in range(0, len(samples), _BLOCK):
             file.write(samples[start : start + _BLOCK])
     return out.getvalue()
-
-
-def resampled(sound: Tensor, rate: int) -> np.ndarray:
-    """Samples [S] at 24 kHz of an answer's sound [S] at `rate` samples per second."""
-    resampler = Resampler(rate, PCM_RATE)
-    return np.concatenate([resampler.push(sound.numpy()), resampler.finish()])

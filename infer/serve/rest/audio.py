@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.datastructures import FormData, UploadFile
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from infer.pcm import PCM_RATE, to_int16
 from infer.serve.realtime.hearing import TRANSCRIPT_TOKENS
 from infer.serve.realtime.protocol import Event, ProtocolError
-from infer.serve.rest.answers import MEDIA, begun, deltas, encoded, resampled, token_counts
+from infer.serve.rest.answers import MEDIA, begun, deltas, encoded, token_counts
 from infer.serve.rest.jobs import Job, StreamedResponse, event_stream, validated
 from infer.serve.rest.messages import decoded, in_decoder
 from infer.turns.vad import SpeechStream
@@ -46,38 +46,37 @@ class SpeechRequest(BaseModel):
 
     input: Annotated[str, Field(min_length=1, max_length=LONGEST_INPUT)]
     voice: Any = None
-    response_format: Literal["mp3", "wav", "flac", "opus", "pcm"] | None = None
+    response_format: Annotated[
+        Literal["mp3", "wav", "flac", "opus", "pcm"], BeforeValidator(lambda value: "mp3" if value is None else value)
+    ] = "mp3"
     speed: Annotated[float, Field(ge=1, le=1)] | None = None
     stream_format: Literal["sse", "audio"] | None = None
-
-    @property
-    def form(self) -> str:
-        return self.response_format or "mp3"
 
 
 async def speak(job: Job) -> Response:
     """Answers a request: `pcm` and `wav` as the sound is made, other formats when it is whole."""
     body = await job.read(SpeechRequest)
+    form = body.response_format
     if not job.server.voices.speaks:
         raise ProtocolError("this model has no sound", "model_not_supported")
     rate: int = job.server.host.engine.sample_rate
     options = job.server.settings.answering.keywords(speaks=True)
     options["adapter"] = job.server.voices.adapter(body.voice)
-    if body.form not in ("pcm", "wav"):
+    if form not in ("pcm", "wav"):
         _, sound, _ = await job.whole(body.input, "T1A1", **options)
         if not len(sound):
             raise ProtocolError(SILENT, "no_sound", status=500)
-        data = await asyncio.to_thread(lambda: encoded(resampled(sound, rate), body.form))
+        data = await asyncio.to_thread(encoded, sound, rate, form)
         if body.stream_format == "sse":
             return event_stream(job, _events(job, _one(data)))
-        return Response(data, media_type=MEDIA[body.form])
+        return Response(data, media_type=MEDIA[form])
     events = await job.begun(body.input, "T1A1", **options)
     chunks = (piece async for piece in deltas(events, rate) if isinstance(piece, bytes))
-    head = [wav_header(PCM_RATE)] if body.form == "wav" else []
+    head = [wav_header(PCM_RATE)] if form == "wav" else []
     pieces = await job.while_connected(begun(chunks, head, ProtocolError(SILENT, "no_sound", status=500)))
     if body.stream_format == "sse":
         return event_stream(job, _events(job, pieces))
-    return StreamedResponse(job, pieces, MEDIA[body.form])
+    return StreamedResponse(job, pieces, MEDIA[form])
 
 
 async def _one(data: bytes) -> AsyncIterator[bytes]:

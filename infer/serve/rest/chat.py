@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from torch import Tensor
 
 from infer.serve.realtime.protocol import Event, ProtocolError, new_id
-from infer.serve.rest.answers import TokenCounts, deltas, encoded, resampled, token_counts
+from infer.serve.rest.answers import TokenCounts, deltas, encoded, token_counts
 from infer.serve.rest.jobs import Job, event_stream
 from infer.serve.rest.messages import MOST_MESSAGES, Chat, ChatMessage, MessageReader, in_decoder
 from omni.generate.options import Sampling
@@ -136,8 +136,7 @@ class Completion:
         usage, expires = await self._settled(audio_id)
         message: Event = {"role": "assistant", "content": text, "refusal": None}
         if self._body.speaks:
-            samples = resampled(sound, self._rate)
-            data = base64.b64encode(await asyncio.to_thread(encoded, samples, self._body.form)).decode()
+            data = base64.b64encode(await asyncio.to_thread(encoded, sound, self._rate, self._body.form)).decode()
             message["audio"] = {"id": audio_id, "data": data, "expires_at": expires, "transcript": text}
             message["content"] = None
         choice = {"index": 0, "message": message, "finish_reason": _finish(ended), "logprobs": None}

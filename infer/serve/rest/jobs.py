@@ -155,7 +155,7 @@ class Job:
         except asyncio.TimeoutError:
             raise ProtocolError(f"the body did not come within {BODY_SECONDS:g} s", "request_timeout", status=408) from None
         self._check_room()
-        self._leave()
+        self._counted -= Counter((self.owner,))
         self._counted = self.server.requests
         self._counted[self.owner] += 1
         return body
@@ -177,10 +177,6 @@ class Job:
         if size > most:
             problem = f"the body is larger than {most / 2**20:g} MiB, the most that is taken; send less, or smaller sound"
             raise ProtocolError(problem, "too_large", status=413)
-
-    def _leave(self) -> None:
-        counted = self._counted
-        counted -= Counter((self.owner,))
 
     # --- its answer ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +226,7 @@ class Job:
         if self._over:
             return
         self._over = True
-        self._leave()
+        self._counted -= Counter((self.owner,))
         if self.session is not None:
             asyncio.get_running_loop().run_in_executor(None, _close, self.session)
 
@@ -263,12 +259,8 @@ class StreamedResponse(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         patience = self._job.server.settings.limits.idle_seconds
-
-        async def sent(message: Any) -> None:
-            await asyncio.wait_for(send(message), patience)
-
         try:
-            await super().__call__(scope, receive, sent)
+            await super().__call__(scope, receive, lambda message: asyncio.wait_for(send(message), patience))
         finally:
             self._job.end()
 
@@ -279,15 +271,11 @@ def event_stream(job: Job, events: AsyncIterator[Event], last: str | None = None
     async def pieces() -> AsyncIterator[bytes]:
         try:
             async for event in events:
-                yield _data(json.dumps(event))
+                yield f"data: {json.dumps(event)}\n\n".encode()
         except Exception as error:
-            yield _data(json.dumps(logged(error).body))
+            yield f"data: {json.dumps(logged(error).body)}\n\n".encode()
             return
         if last is not None:
-            yield _data(last)
+            yield f"data: {last}\n\n".encode()
 
     return StreamedResponse(job, pieces(), "text/event-stream")
-
-
-def _data(text: str) -> bytes:
-    return f"data: {text}\n\n".encode()

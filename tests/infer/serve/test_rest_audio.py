@@ -14,11 +14,13 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+import torch
 from fastapi import FastAPI
 
+from infer.pcm import PCM_RATE, Resampler
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.rest.answers import MEDIA, encoded, resampled
+from infer.serve.rest.answers import MEDIA, encoded
 from infer.serve.rest.audio import SPEECH
 from infer.serve.rest.messages import decoded
 from infer.serve.settings import ServeSettings
@@ -55,7 +57,8 @@ def short_transcripts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def at_24khz(answer: Any) -> np.ndarray:
     """Samples [S] of an answer of the model, as responses have them."""
-    return resampled(answer.audio, answer.sample_rate)
+    rate = Resampler(answer.sample_rate, PCM_RATE)
+    return np.concatenate([rate.push(answer.audio.numpy()), rate.finish()])
 
 
 def read(data: bytes, form: str) -> np.ndarray:
@@ -260,10 +263,10 @@ def test_a_model_without_sound_does_not_speak(host: EngineHost, settings: ServeS
 
 
 def test_a_whole_wav_tells_its_length() -> None:
-    data = encoded(np.zeros(50, np.float32), "wav")
+    data = encoded(torch.zeros(50), PCM_RATE, "wav")
     assert len(data) == 144 and struct.unpack("<I32xI", data[4:44]) == (136, 100)
 
 
 @pytest.mark.parametrize("form", list(MEDIA))
 def test_sound_without_samples_is_a_file_all_the_same(form: str) -> None:
-    assert len(read(encoded(np.zeros(0, np.float32), form), form)) <= 240
+    assert len(read(encoded(torch.zeros(0), PCM_RATE, form), form)) <= 240
