@@ -34,6 +34,7 @@ class Outlet:
     Attributes:
         sent: seconds that went out.
         underruns: how often the client had nothing left to play.
+        soft: the next samples are softer.
         tell: called with `started`, `stopped` or `cleared`, where it is seen here when the sound is played.
     """
 
@@ -41,7 +42,7 @@ class Outlet:
         self.rate, self.sent, self.underruns = rate, 0.0, 0
         self.tell: Callable[[str], None] = _to_nobody
         self._emit, self._clock = emit, clock
-        self._gain = self._wanted = 1.0
+        self.soft, self._gain = False, 1.0
         self._ends: float | None = None  # when the client will have played all
 
     def ahead(self) -> float:
@@ -62,14 +63,10 @@ class Outlet:
         self.sent += seconds
         self._emit(self.ducked(samples))
 
-    def duck(self, on: bool) -> None:
-        """Make it softer, or as loud as before, from the next samples on."""
-        self._wanted = SOFT if on else 1.0
-
     def ducked(self, samples: np.ndarray) -> np.ndarray:
         """The next samples [S] at the present gain."""
-        samples, self._gain = faded(samples, self._gain, self._wanted), self._wanted
-        return samples
+        before, self._gain = self._gain, SOFT if self.soft else 1.0
+        return faded(samples, before, self._gain)
 
     def clear(self) -> None:
         """Drop what was sent and not played yet; a client does so itself."""

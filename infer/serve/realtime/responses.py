@@ -424,7 +424,7 @@ class Responses:
         if self._owner.wants_omni and self._owner.transport.sound_in_events:
             self._owner.send({"type": "omni.ducked", "active": on})
         else:
-            self.last.outlet.duck(on)
+            self.last.outlet.soft = on
 
     async def interrupt(self, reason: StopReason = "turn_detected") -> None:
         """Stops the answer that plays, and cuts the history to what was heard of it."""

@@ -219,7 +219,7 @@ def test_a_softer_answer_has_no_step_in_it() -> None:
     sent: list[np.ndarray] = []
     outlet = Outlet(1000, sent.append)
     for on in (False, True, True, False, False):
-        outlet.duck(on)
+        outlet.soft = on
         outlet.send(np.ones(100, np.float32))
     sound = np.concatenate(sent)
     assert np.abs(np.diff(sound)).max() < 0.01

@@ -87,9 +87,9 @@ def test_ducking_begins_with_the_next_frame_and_clicks_not() -> None:
         played = Played()
         played.outlet.send(wave(0.3))
         one = played.frames(2)
-        played.outlet.duck(True)
+        played.outlet.soft = True
         two = played.frames(4)
-        played.outlet.duck(False)
+        played.outlet.soft = False
         three = played.frames(4)
         whole = wave(0.3)
         assert np.allclose(two[FRAME:], whole[3 * FRAME : 6 * FRAME] * SOFT)
