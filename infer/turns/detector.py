@@ -110,7 +110,7 @@ class TurnDetector:
         self._quiet = start  # end of the last frame that was not clearly silent
         self._held = start  # until when what begins goes on from that onset
         self._ducked: float | None = None  # since when the answer is softer
-        self._idle_since: float | None = None
+        self.idle_since: float | None = None  # end of an answer, from which its listener's silence counts (`idle_timeout_ms`)
 
     @property
     def padding(self) -> float:
@@ -148,7 +148,7 @@ class TurnDetector:
         elif playing and isinstance(self.settings, SemanticVad) and self.settings.interrupt_response:
             self._ducked = self.now
             return [TurnEvent("duck", self._onset, self.now)]
-        self.speaking, self._ducked, self._idle_since, self._quiet = True, None, None, self.voiced
+        self.speaking, self._ducked, self.idle_since, self._quiet = True, None, None, self.voiced
         return [TurnEvent("began", self._onset, self.now)]
 
     def _end(self, said: bool | None) -> list[TurnEvent]:
@@ -182,15 +182,11 @@ class TurnDetector:
 
     def stop(self) -> None:
         """End the turn, whatever was heard last."""
-        self.speaking, self._run, self._idle_since, self._held = False, 0, None, self.now
-
-    def wait(self) -> None:
-        """The answer has been heard: the listener's silence counts from here (`idle_timeout_ms`)."""
-        self._idle_since = self.now
+        self.speaking, self._run, self.idle_since, self._held = False, 0, None, self.now
 
     def _idle(self, playing: bool) -> list[TurnEvent]:
         limit = self.settings.idle_timeout_ms if isinstance(self.settings, ServerVad) else None
-        if limit is None or self._idle_since is None or playing or self.now - self._idle_since < limit / 1000:
+        if limit is None or self.idle_since is None or playing or self.now - self.idle_since < limit / 1000:
             return []
-        since, self._idle_since = self._idle_since, None
+        since, self.idle_since = self.idle_since, None
         return [TurnEvent("idle", since, self.now)]

@@ -451,4 +451,4 @@ class SessionInput:
     def answered(self) -> None:
         """An answer has ended; the silence of its listener counts from here."""
         if self._detector is not None:
-            self._detector.wait()
+            self._detector.idle_since = self._detector.now

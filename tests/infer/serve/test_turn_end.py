@@ -13,7 +13,7 @@ import torch
 
 from infer.serve.host import EngineHost
 from infer.serve.settings import ServeSettings
-from infer.turns.detector import SURE, SemanticVad, TurnDetector, has_ended
+from infer.turns.detector import SURE, SemanticVad, TurnDetector
 from infer.turns.vad import FRAME_SECONDS
 from omni.codec.codec2 import Codec2Codec
 from omni.generate.listening import RULES, TurnFrames, TurnListener
@@ -40,6 +40,13 @@ def test_the_model_ends_a_turn_at_once_or_leaves_it_to_the_longest_wait() -> Non
         assert decided(settings, True) == pytest.approx(FRAME_SECONDS)
         assert decided(settings, False) == pytest.approx(longest, abs=FRAME_SECONDS)
         assert decided(settings, None) == pytest.approx(SURE[eagerness], abs=FRAME_SECONDS)
+
+
+def has_ended(frames: TurnFrames | None, start: float, now: float, voiced: float, eagerness: Any) -> bool | None:
+    """What a detector says at a second of a turn that began, and was voiced last, at others."""
+    detector = TurnDetector(SemanticVad(eagerness=eagerness), now)
+    detector.speaking, detector.voiced = True, voiced
+    return detector.said(frames, start)
 
 
 def test_a_turn_that_is_not_listened_to_is_not_judged() -> None:
