@@ -42,6 +42,12 @@ class SpeechStream:
     pieces: list[np.ndarray] = field(default_factory=lambda: [np.zeros(BEFORE, np.int16)])
     count: int = BEFORE
 
+    def add(self, samples: np.ndarray) -> bool:
+        """Take more samples [S], int16 at 24 kHz; returns whether a frame is whole."""
+        self.pieces.append(samples)
+        self.count += len(samples)
+        return self.count >= BEFORE + STEP + MARGIN
+
     def frames(self) -> np.ndarray:
         """The frames that are whole, with what is around them: [N, BEFORE + STEP + MARGIN]; they are taken."""
         sound = np.concatenate(self.pieces)
@@ -69,9 +75,7 @@ class VoiceActivity:
     async def push(self, stream: SpeechStream, samples: np.ndarray) -> list[float]:
         """Probabilities of speech of the frames that are whole after more samples [S], int16 at 24 kHz; one call of a stream at
         a time."""
-        stream.pieces.append(samples)
-        stream.count += len(samples)
-        if stream.count < BEFORE + STEP + MARGIN:
+        if not stream.add(samples):
             return []
         done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         self._waiting.append((stream, done))
