@@ -44,6 +44,13 @@ def listener(layout: str = "pad", **shape: Any) -> SpeechLM:
     return make_lm(LAYOUTS[layout], **{"encoder": ENCODER} | shape)
 
 
+@pytest.fixture
+def lm() -> Iterator[SpeechLM]:
+    lm = listener()
+    yield lm
+    lm.engine.close()
+
+
 def pieces(clip: Tensor, most: int = 5000, seed: int = 0) -> Iterator[Tensor]:
     draw, at = random.Random(seed), 0
     while at < len(clip):

@@ -34,20 +34,14 @@ from tests.generate.listening_toys import (
     heard,
     left,
     listener,
+    lm,
     same_cache,
     sound,
     wait_until_heard,
 )
 from tests.generate.session_toys import answered, inside, same
 
-__all__ = ["left"]
-
-
-@pytest.fixture
-def lm() -> Iterator[SpeechLM]:
-    lm = listener()
-    yield lm
-    lm.engine.close()
+__all__ = ["left", "lm"]
 
 
 # --- the law --------------------------------------------------------------------------------------------------------------

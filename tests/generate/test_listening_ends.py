@@ -27,6 +27,7 @@ from tests.generate.listening_toys import (
     TALK,
     heard,
     listener,
+    lm,
     same_cache,
     same_history,
     sound,
@@ -34,13 +35,7 @@ from tests.generate.listening_toys import (
 )
 from tests.generate.session_toys import answered, inside, same
 
-
-@pytest.fixture
-def lm() -> Iterator[SpeechLM]:
-    lm = listener()
-    yield lm
-    lm.engine.close()
-
+__all__ = ["lm"]
 
 # --- what was no question -------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.infer.serve.test_proxy import answers, free_port
+from tests.infer.serve.test_proxy import answers
 from tests.judges.questions import QUESTIONS, speak
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 JUDGES = Path(os.environ.get("JUDGES", ROOT / ".judges"))

@@ -24,8 +24,9 @@ import pytest
 import soundfile
 
 from tests.infer.serve.test_connections import CONTINUED, PING, TEXT, dial, frame, rest_of, upgraded
-from tests.infer.serve.test_proxy import ROOT, answers, free_port
+from tests.infer.serve.test_proxy import ROOT, answers
 from tests.infer.serve.test_server import event, opened
+from tests.processes import free_port
 
 pytestmark = pytest.mark.long
 
@@ -41,7 +42,7 @@ def start(folder: Any) -> Iterator[Callable[..., tuple[str, psutil.Process]]]:
 
     def begin(files: int | None = None) -> tuple[str, psutil.Process]:
         port = free_port()
-        words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", str(port)]
+        words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", port]
         few = None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
         running.append(subprocess.Popen(words, cwd=ROOT, preexec_fn=few))
         answers(f"http://127.0.0.1:{port}/ready", seconds=180)

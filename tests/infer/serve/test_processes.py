@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.infer.serve.test_proxy import ROOT, answers, free_port
+from tests.infer.serve.test_proxy import ROOT, answers
 from tests.infer.serve.test_server import answer, ask, closed, event, opened, send
+from tests.processes import free_port
 
 pytestmark = pytest.mark.long
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.long
 def running(folder: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A server's address without a scheme, and its process."""
     port = free_port()
-    words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", str(port), "--max_seconds", "3"]
+    words = [sys.executable, "-m", "infer", "serve", str(folder), "--port", port, "--max_seconds", "3"]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     answers(f"http://127.0.0.1:{port}/ready")
     yield f"127.0.0.1:{port}", process

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import httpx
 import pytest
 
 from tests.infer.serve.test_server import KEY, answer, closed, opened
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,11 +27,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(shutil.which("haproxy") is None, reason="haproxy is not installed (Debian's package haproxy)"),
 ]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def answers(url: str, status: int = 200, seconds: float = 60) -> None:
@@ -46,10 +41,10 @@ def answers(url: str, status: int = 200, seconds: float = 60) -> None:
 
 
 @pytest.fixture
-def behind(folder: Path, tmp_path: Path) -> Iterator[tuple[str, dict[int, subprocess.Popen[bytes]]]]:
+def behind(folder: Path, tmp_path: Path) -> Iterator[tuple[str, dict[str, subprocess.Popen[bytes]]]]:
     """The proxy's address, and the servers behind it by their ports, each with room for two sessions."""
     (tmp_path / "keys").write_text(KEY)
-    servers: dict[int, subprocess.Popen[bytes]] = {}
+    servers: dict[str, subprocess.Popen[bytes]] = {}
     text = (ROOT / "configs/haproxy.cfg").read_text()
     proxy = free_port()
     text = text.replace("bind :8080", f"bind 127.0.0.1:{proxy}")
@@ -79,7 +74,7 @@ async def talks(ws: Any) -> bool:
     return (await answer(ws, output_modalities=["text"]))["status"] in ("completed", "incomplete")
 
 
-def sessions_of(port: int) -> int:
+def sessions_of(port: str) -> int:
     page = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     return sum(int(float(count)) for count in re.findall(r"omni_sessions\{.*\} (\S+)", page))
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from omni.audio.mel import LOWEST
 from omni.config import ModelConfig
+from tests.train.data.test_augment import seeded
 from tests.train.data.toys import MODELS, ToySource, codec_of, maker_of
 from train.data import augment
 from train.data.augment import augment_mel, energy, gaps, insert, speech
@@ -29,10 +30,6 @@ CHUNKED: ModelConfig = replace(
 def words(*levels: float, frames: int = 10, bands: int = 80) -> Tensor:
     """Features [M, F] of stretches of `frames` frames, each at a level."""
     return torch.tensor(levels).repeat_interleave(frames).repeat(bands, 1)
-
-
-def seeded(seed: int) -> Generator:
-    return Generator().manual_seed(seed)
 
 
 def test_speech_is_what_lies_within_30_db_of_the_loudest_and_above_the_floor() -> None:
