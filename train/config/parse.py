@@ -106,7 +106,7 @@ class ConfigParser(Parser):
         """Adds `--config`, and takes options for the keys of a configuration."""
         self.config_class: Any = config_class
         self.data, self.overridden = dict[str, Any](), set[str]()
-        self.add_argument("--config", action=ReadFile, default="", help=help)
+        self.add_argument("--config", action=ReadFile, help=help)
         self.add_argument("--print_config", action="store_true", help="print the complete configuration and exit")
         self.set_defaults(keys=[])
 
@@ -174,19 +174,12 @@ class ConfigParser(Parser):
 
     def read_file(self, name: str) -> None:
         """Reads the file of the configuration, and loads its plug-ins."""
-        if not name:
-            raise UserError(f"the configuration's name is empty; {GIVE}")
+        file = find_config(name)
         if self.file is not None:
             raise UserError(f"the configurations {self.file} and {name} are both given; name one")
-        self.file = find_config(name)
-        self.data = dict(read_config(self.file))
+        self.file, self.data = file, dict(read_config(file))
         if "plugins" in typing.get_type_hints(self.config_class):
-            _load_plugins(self.data, self.file)
-            self.epilog = "\n".join(
-                f"options of the source {source}: {', '.join(field.name for field in dataclasses.fields(options))}."
-                for source, options in SOURCES.items()
-                if dataclasses.fields(options)
-            )
+            self.epilog = _load_plugins(self.data, file)
 
     def _set(self, path: str, text: str) -> None:
         """Sets a dotted key, in which numbers are places in lists. A section keeps the keys that a mapping does not have."""
@@ -219,9 +212,9 @@ def _keep_given(complete: Any, source: Any) -> Any:
     return complete if isinstance(complete, list) or source is None else source
 
 
-def _load_plugins(data: dict[str, Any], file: Path) -> None:
+def _load_plugins(data: dict[str, Any], file: Path) -> str:
     """Loads the plug-ins that a file names under `plugins`, before its other keys are read; paths there start at the file, and
-    those that are not there at the recipes, for copies of these."""
+    those that are not there at the recipes, for copies of these. Returns words for the help, of the options of sources."""
     names = data.get("plugins") or ()
     if not isinstance(names, (list, tuple)):
         raise UserError(f"{file}: plugins is {names!r}; it must be a list of modules' names")
@@ -232,3 +225,5 @@ def _load_plugins(data: dict[str, Any], file: Path) -> None:
     own = [name for name in loaded() if name not in shipped()]  # by `--plugin` too
     if names or own:
         data["plugins"] = own
+    options = {name: ", ".join(field.name for field in dataclasses.fields(section)) for name, section in SOURCES.items()}
+    return "\n".join(f"options of the source {name}: {names}." for name, names in options.items() if names)
