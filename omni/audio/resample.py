@@ -93,17 +93,16 @@ def _ratio(source_rate: int, sample_rate: int, name: str) -> Fraction:
     """By how much the samples become fewer, as exactly as a filter can be made."""
     if source_rate < 1 or sample_rate < 1:
         raise UserError(f"{name}: cannot convert {source_rate} Hz to {sample_rate} Hz: rates start at 1")
-    ratio = Fraction(source_rate, sample_rate)
-    if ratio == 1:
-        return ratio
-    if _taps(ratio) * ratio.denominator > _MAX_KERNEL:  # 44,101 to 16,000 Hz: by a ratio at most 0.05 % (a cent) beside it
-        ratio = ratio.limit_denominator(max(1, isqrt(_CLOSE // ceil(ratio))))
-    if _taps(ratio) * ratio.denominator > _MAX_KERNEL:
-        raise UserError(
-            f"{name}: {source_rate} Hz cannot be converted to {sample_rate} Hz: convert it to a usual rate first, such as "
-            "16000, 22050, 24000, 44100 or 48000"
-        )
-    return ratio
+    exact = Fraction(source_rate, sample_rate)
+    # 44,101 to 16,000 Hz: by a ratio at most 0.05 % (a cent) beside it
+    for ratio in (exact, exact.limit_denominator(max(1, isqrt(_CLOSE // ceil(exact))))):
+        taps = ratio.numerator + 12 * ceil(ratio)  # samples that the filter spans
+        if taps * ratio.denominator <= _MAX_KERNEL:
+            return ratio
+    raise UserError(
+        f"{name}: {source_rate} Hz cannot be converted to {sample_rate} Hz: convert it to a usual rate first, such as 16000, "
+        "22050, 24000, 44100 or 48000"
+    )
 
 
 def _convert(padded: Tensor, kernel: Tensor, source: int) -> Tensor:
@@ -113,11 +112,6 @@ def _convert(padded: Tensor, kernel: Tensor, source: int) -> Tensor:
     frames = padded.unfold(-1, kernel.shape[0], source)  # [..., n, taps], each n gives `target` samples
     # In parts, because the product copies the frames, which overlap.
     return torch.cat([part @ kernel for part in frames.split(_FRAMES, dim=-2)], dim=-2).flatten(-2)
-
-
-def _taps(ratio: Fraction) -> int:
-    """Number of samples that a filter spans."""
-    return ratio.numerator + 12 * ceil(ratio)
 
 
 @lru_cache(maxsize=64)

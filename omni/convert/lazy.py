@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,26 +109,18 @@ class Lazy:
         return Lazy(self.shape, dtype, read)
 
 
-@dataclass(eq=False, repr=False)
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors by name, each of which is read whenever it is asked for, and not kept. `lazies`: the same tensors, unread."""
-
-    lazies: Mapping[str, Lazy]
+class LazyTensors(UserDict[str, Any]):
+    """Tensors by name, each of which is read whenever it is asked for, and not kept. `data`: the same tensors, unread."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.lazies[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.lazies)
-
-    def __len__(self) -> int:
-        return len(self.lazies)
+        tensor: Lazy = self.data[name]
+        return tensor()
 
 
 def lazies_of(tensors: Mapping[str, Tensor]) -> dict[str, Lazy]:
     """Tensors by name as lazy ones: those of `LazyTensors` stay unread."""
     if isinstance(tensors, LazyTensors):
-        return dict(tensors.lazies)
+        return dict(tensors.data)
     return {name: Lazy.of(tensor) for name, tensor in tensors.items()}
 
 

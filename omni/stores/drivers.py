@@ -136,12 +136,12 @@ def list_objects(address: str, deep: bool = False) -> list[StoredObject]:
             f"{shown(address)}: {scheme}:// has no folders that can be listed; name a file, or a folder of s3, gs or hf"
         )
 
-    def work() -> list[dict[str, Any]]:
-        system = _system(scheme)
-        return list(system.find(address, detail=True).values() if deep else system.ls(address, detail=True))
-
     base = address.rstrip("/") + "/"
-    infos = [info for info in tried(work, address, "listed") if info.get("type") == "file"]
+    if deep:
+        listed = tried(lambda: _system(scheme).find(address, detail=True).values(), address, "listed")
+    else:
+        listed = tried(lambda: _system(scheme).ls(address, detail=True), address, "listed")
+    infos = [info for info in listed if info.get("type") == "file"]
     names = [str(info["name"]) for info in infos]
     addresses = [name if "://" in name else f"{scheme}://{name}" for name in names]
     objects = [_object(address, info) for address, info in zip(addresses, infos, strict=True)]

@@ -19,13 +19,8 @@ foreach_zero_, foreach_mul_, foreach_lerp_ = torch._foreach_zero_, torch._foreac
 """In-place operations on lists of tensors: a few launches on a GPU, instead of one for each."""
 
 
-def children(module: nn.Module) -> dict[str, Any]:
-    """The dictionary of a module's children."""
-    return module._modules
-
-
-own_parameters, own_buffers = attrgetter("_parameters"), attrgetter("_buffers")
-"""The dictionaries of a module's own parameters and buffers."""
+children, own_parameters, own_buffers = attrgetter("_modules"), attrgetter("_parameters"), attrgetter("_buffers")
+"""The dictionaries of a module's children, and of its own parameters and buffers."""
 forward_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks")
 """The dictionaries of what runs after and before a module's `forward`."""
 
