@@ -53,7 +53,7 @@ def _apply(argv: Sequence[str]) -> int:
         f"loss {taught.loss:.4f}{kl}"
     )
     for fact in taught.missed:
-        say(f"warning: {fact} was not learned: the edited model still writes another answer (see `edit eval`)")
+        say(f"warning: {fact} was not learned: the edited model answers otherwise; raise finetune.steps, or see `edit eval`")
     print(f"try: omni-infer ask QUESTION --model {model} --edits {out}")
     return 0
 

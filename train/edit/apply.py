@@ -37,6 +37,7 @@ from train.data.seeding import key
 from train.edit.config import ApplyConfig, FinetuneConfig
 from train.edit.facts import Facts, Synthesiser, fact_rows, plain, read_facts, untouched_rows
 from train.edit.lessons import EditExample, EditObjective, draws
+from train.scoring.text import normalise
 
 
 @dataclass(frozen=True)
@@ -278,12 +279,16 @@ class _Mixture:
         return edit + self.weight * kl
 
 
-@torch.no_grad()
 def _missed(lessons: EditObjective, edits: Edits, facts: Facts, forms: list[list[Row]], tasks: list[str]) -> tuple[str, ...]:
-    """Places of the facts to whose first form the edited model writes another answer."""
-    with edited(lessons.model, edits):
-        said = [all(lessons.writes(lessons.model, piece) for piece in lessons.pieces(rows[:1], tasks)) for rows in forms]
-    return tuple(facts.where(number) for number, right in enumerate(said) if not right)
+    """Places of the facts to whose first form the edited model answers otherwise, as any of the tasks that it can be asked."""
+    asked = [
+        (i, rows[0], task) for i, rows in enumerate(forms) for task in tasks if not rows[0].turns[0].lacks(find_task(task))
+    ]
+    with lessons.lm.edited(edits):
+        answers = lessons.answers([row for _, row, _ in asked], [task for *_, task in asked])
+    pairs = zip(asked, answers, strict=True)
+    wrong = {i for (i, row, _), answer in pairs if normalise(answer.text) != normalise(row.turns[0].answer_text)}
+    return tuple(facts.where(number) for number in sorted(wrong))
 
 
 REPLACED = "replaced"

@@ -96,7 +96,8 @@ class ApplyConfig:
         linears: names of the linears that change: shell patterns, or regular expressions after `re:`; by default the MLPs of
             the last three blocks. An editor has its own.
         tasks: the tasks as which facts are taught: spoken questions (A1...) and written ones (T1...).
-        stream_weights: weight of each stream's mean loss, in the layout's order; null for 1 each.
+        stream_weights: weight of each stream's mean loss, in the layout's order; null for 1 of the text and as much of
+            all audio together.
         finetune: of the method `finetune`.
         speak: TTS of questions and answers.
         untouched: where untouched questions are from, besides those of the facts; null for none.

@@ -49,12 +49,13 @@ class EditExample:
 
 class EditObjective:
     """Examples, batches and losses for one model, of which these linears are edited; UserError where there are not as many
-    weights (of each stream's mean loss; 1 each by default) as streams."""
+    weights (of each stream's mean loss; by default the text's as much as the audio's together) as streams."""
 
     def __init__(self, lm: SpeechLM, linears: Iterable[str], weights: Sequence[float] | None = None) -> None:
         self.lm, self.model = lm, lm.model
         streams = len(lm.layout)
-        self.weights = tuple(weights or (1.0,) * streams)
+        spoken = streams - 1
+        self.weights = tuple(weights or (*(1 / spoken,) * spoken, 1.0))
         check_stream_weights(self.weights, streams, "stream_weights")
         self.listening = any(name.startswith(LISTENING) for name in linears)
         self.maker = ExampleMaker(replace(lm.config, ctc=0, ctc_sounds=0, turn=False), lm.tokenizer, lm.codec)
@@ -119,12 +120,6 @@ class EditObjective:
         before = [torch.cat([piece.before[k] for piece in pieces]) for k in range(len(after))]
         each = [kl_divergence(b, a) for b, a in zip(before, after, strict=True) if len(a)]
         return self._mean(each, [len(a) for a in after])
-
-    def writes(self, model: nn.Module, piece: EditExample) -> bool:
-        """True where the likeliest ids of the text stream are the answer's."""
-        batch = self._batch([piece])
-        goal = batch.targets[:, -1].reshape(-1)[batch.supervised[-1]]
-        return bool((self._logits(model, [piece], batch)[-1].argmax(-1) == goal).all())
 
     def flat_logits(self, model: nn.Module, pieces: Sequence[EditExample]) -> Tensor:
         """Logits of all streams one after another, [sum of N, widest V]; those of ids that a stream lacks are -1e4."""

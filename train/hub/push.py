@@ -333,7 +333,7 @@ def _figures(run: Path, settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     table, number = read_table(run / VALIDATION), _at(settings, "validation", "questions")
     last = {name: value for name, value in table[-1].items() if math.isfinite(value)} if table else {}
     rows = [(name.replace("_", " "), shown(name, x)) for name, x in last.items() if name not in ("step", "seconds")]
-    of = f", on {counted(number, 'held-out row')} of its data" if number else ""
+    of = ", on held-out rows of its data" if number else ""
     text = f"The run's own, at step {last.get('step', 0):.0f}{of}.\n\n{markdown_table(('figure', 'value'), rows)}"
     return [("Validation", text)] if table else []
 

@@ -129,7 +129,7 @@ class StepLines(Observer):
         first, last = (self.first_step + n - 1 for n in PACED)
         if step == first:
             self.paced = seconds
-        elif step == last and budget.until is not None and budget.expected is not None:
+        elif step == last and budget.until is not None and budget.expected is not None and budget.steps is None:
             pace, most = (seconds - self.paced) / (last - first), budget.minutes or math.inf
             minutes, goal = (budget.expected - step) * pace / 60, f"{metric} {budget.until}"
             end = f"{goal} in about {minutes:.0f} min" if minutes <= most else f"{most:g} min, before {goal}"

@@ -466,7 +466,7 @@ def process_shards(micro_batches: int, rank: int, world: int) -> range:
     """The shards of process `rank` of `world`; UserError where they do not divide evenly."""
     if micro_batches % world:
         raise UserError(
-            f"{micro_batches} micro-batches a step cannot be shared by {world} processes; make it a multiple of {world}"
+            f"data.micro_batches is {micro_batches}, which {world} processes cannot share; make it a multiple of {world}"
         )
     each = micro_batches // world
     return range(rank * each, (rank + 1) * each)

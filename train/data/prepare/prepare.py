@@ -205,6 +205,7 @@ def _fill(work: Path, source: OpenedSource, config: PrepareConfig, progress: Pro
                 first_why = f"{block.broken[0].where}: {block.broken[0].why}"
             if not (rows or items.start) and block.stop >= min(items.stop, _MAX_WITHOUT_ROW):
                 beside = source.brought is not None and source.origin is None
+                shutil.rmtree(work / "notes", ignore_errors=True)  # another start has other settings
                 raise UserError(
                     f"none of the first {counted(block.stop, 'item')} makes a row; the first, {first_why}"
                     + "; what lies beside a file in a store is not brought with it: give the address of its folder" * beside
