@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
@@ -347,7 +348,8 @@ class Listening:
 
     def __del__(self) -> None:
         if getattr(self, "_sound", None) is not None and self._asked is None:
-            self.session.drop_sound(self._sound)  # nobody has it any more
+            with suppress(UserError):  # of a closed session
+                self.session.drop_sound(self._sound)  # nobody has it any more
 
     def withdraw(self) -> None:
         """Take no more of an iterator, whose answer was cancelled: the next piece raises `Withdrawn`."""

@@ -117,7 +117,7 @@ def test_pieces_do_not_matter(made: tuple[SpeechModel, Path, Path], monkeypatch:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of memory")
 def test_memory_is_that_of_the_int8_bytes(tmp_path: Path) -> None:
-    """And about one tensor in full precision; reading the model whole first takes almost twice its size, which none of
+    """And about one tensor in full precision; reading the model whole first takes up to twice its size, which none of
     these comes near, although what the allocator and the page cache keep differs from run to run by tens of megabytes."""
     layout = Layout.preset("codec2", 30_000)
     decoder = dataclasses.replace(CONFIGS["codec2"].decoder, width=256, heads=4, mlp_width=256)
@@ -140,7 +140,7 @@ def test_memory_is_that_of_the_int8_bytes(tmp_path: Path) -> None:
     assert peak(lambda: load_folder(tmp_path / "model", quantize="int8")) < full
     assert peak(lambda: load_folder(tmp_path / "warm")) < small + largest
     assert peak(lambda: quantize_folder(tmp_path / "model", tmp_path / "int8")) < full
-    assert peak(lambda: to_int8(load_folder(tmp_path / "model").model)) > 1.5 * full
+    assert peak(lambda: to_int8(load_folder(tmp_path / "model").model)) > 1.2 * full
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
