@@ -128,6 +128,10 @@ class PipeLink(Link):
                         self._take(*item)
                     except Exception:  # of a listener's `wake`: the others have nothing to do with it
                         LOG.exception("a listener of the engine's process failed")
+                ends = (event for name, *rest in items if name == "events" for event in rest[1] if isinstance(event, Ended))
+                if self._decoder is not None and next(ends, None) is not None:  # not with each message: there are many
+                    heard = {answer.number for answer in self._listeners() if not (answer.cancelled or answer.ended)}
+                    self._decoder.keep(heard)
         except (EOFError, OSError):
             pass
         finally:
@@ -140,7 +144,6 @@ class PipeLink(Link):
     def _decode(self, coming: Sequence[Any], decoder: SoundDecoder[int]) -> None:
         """Decode the coded sound among the events of answers, in their places."""
         start, coded = time.thread_time(), dict[int, tuple[Listener, list[Any], list[CodedSound]]]()
-        decoder.keep({answer.number for answer in self._listeners() if not (answer.cancelled or answer.ended)})
         for number, events in coming:
             answer, sound = self.answers.get(number), [event for event in events if isinstance(event, CodedSound)]
             if sound and answer is not None and not answer.cancelled:
