@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -167,7 +167,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
                 await asyncio.sleep(0)
         self._begun, self._bell = True, asyncio.Event()
         if self.running is not None:  # asked before the loop ran
-            _ring(self._bell, self.running, self._session.let_go)
+            _ring(self._bell, self.running, self._session)
             return
         if self._is_coming:  # an asynchronous iterator is read here, another in a thread
             self._session.check()
@@ -178,7 +178,7 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
                 await asyncio.to_thread(listening.take, pieces)
             self._question = listening
         running = await asyncio.to_thread(self._read)
-        _ring(self._bell, running, self._session.let_go)
+        _ring(self._bell, running, self._session)
         await asyncio.to_thread(self._session.begin, running)
 
     def _listen(self) -> Listening:
@@ -244,9 +244,10 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
             self._session.abandon()
 
 
-def _ring(bell: asyncio.Event, running: Listener, leave: Callable[[Any], None]) -> None:
+def _ring(bell: asyncio.Event, running: Listener, session: Any) -> None:
     """Has an answer, in any thread, set `bell` in this loop where it has an event; with a closed loop that ends the answer."""
     loop, rung = asyncio.get_running_loop(), False
+    leave = weakref.WeakMethod(session.let_go)  # its conversation, which ends with it, holds the answer
 
     def wake() -> None:
         nonlocal rung
@@ -263,6 +264,7 @@ def _ring(bell: asyncio.Event, running: Listener, leave: Callable[[Any], None]) 
         except RuntimeError:
             running.wake = None
             running.stop()
-            leave(running)
+            if (let_go := leave()) is not None:
+                let_go(running)
 
     running.wake = ring

@@ -129,6 +129,9 @@ def test_what_was_taken_is_remembered_when_the_next_is_asked(lm: SpeechLM, leave
     with lm.session(**options) as session:
         assert leave(session) == wanted
     assert is_free(lm)
+    del session, events
+    gc.collect()
+    assert not lm._link.conversations
 
 
 def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
