@@ -40,9 +40,8 @@ def command_parser(name: str) -> Parser:
     command = COMMANDS[name]
     parser, hints = Parser(f"omni-infer {name}", inspect.getdoc(command) or ""), typing.get_type_hints(command)
     rank = {name: index for index, owner in reversed([*enumerate(command.__mro__)]) for name in inspect.get_annotations(owner)}
-    for f in sorted(dataclasses.fields(command), key=lambda f: rank[f.name]):  # its own first
-        if "help" not in f.metadata or "rare" in f.metadata:
-            continue
+    shown = [f for f in dataclasses.fields(command) if "help" in f.metadata and "rare" not in f.metadata]
+    for f in sorted(shown, key=lambda f: rank[f.name]):  # its own first
         more = dict(f.metadata)
         positional = more.pop("positional", False)
         if hints[f.name] is bool:
@@ -86,8 +85,6 @@ def parse(words: Sequence[str]) -> Command:
     file = values.pop("config", None)
     named |= {key for key, value in values.items() if value and key in ("files", "model", "out")}
     data = {} if file is None else read_yaml(Path(file), "--config")
-    if not isinstance(data, dict):
-        raise UserError(f"--config {file} holds {type(data).__name__}; it must be a mapping of options' names")
     stored = {key: value for key, value in data.items() if key not in named}
     return validate(COMMANDS[name], {**values, **stored, **asked}, lambda path: f"{file}: " if path in stored else "--")
 

@@ -90,6 +90,8 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         file = repr(error.filename) if error.filename is not None else "standard output, or a file,"
         return f"{file} cannot be read or written: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{text}; install omni-speech with what it needs (pip install -e .), or start it by the Python that has it"
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type_name}: {text or 'no message'}{where}; run with --debug for the traceback; please report"

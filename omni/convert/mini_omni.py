@@ -321,7 +321,7 @@ _KEYS = {
 def read_settings(path: Path) -> dict[str, Any]:
     """Reads their `model_config.yaml`, with their defaults for absent keys; UserError where it is none or a key is unknown."""
     data = read_yaml(path, "settings")
-    if not isinstance(data, dict) or not data:
+    if not data:
         raise UserError(f"{path} holds no settings; fetch it again")
     for key in data:
         if key not in _ABSENT:

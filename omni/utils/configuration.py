@@ -55,10 +55,8 @@ def configuration(section: type[T]) -> type[T]:
         try:
             checked(self, *args, **values)
         except ValidationError as error:
-            names = [entry.name for entry in dataclasses.fields(made)]
-            raise mistake(
-                error, made, {**dict(zip(names, args, strict=False)), **values}, lambda path: f"{made.__name__}: "
-            ) from error
+            data = {entry.name: value for entry, value in zip(dataclasses.fields(made), args, strict=False)} | values
+            raise mistake(error, made, data, lambda path: f"{made.__name__}: ") from error
 
     made.__init__ = make
     return typing.cast(type[T], made)
@@ -81,21 +79,18 @@ def validate(config_type: type[T], data: Any, where: Callable[[str], str] = lamb
 def mistake(error: ValidationError, config_type: Any, data: Any, where: Callable[[str], str] = lambda path: "") -> UserError:
     """The first error in one line: key, value, what is allowed, the closest."""
     every = error.errors(include_url=False)  # keys that one type of several has not are none of the user's
-    problems = [
-        each for each in every if each["type"] != UNKNOWN or len(_walk(data, each["loc"])[0]) == len(each["loc"])
-    ] or every
-    first = next((problem for problem in problems if problem["type"] == UNKNOWN), problems[0])
-    parts, value = _walk(data, first["loc"])
-    path = ".".join(map(str, parts))
+    known = [each for each in every if each["type"] != UNKNOWN or len(_walk(data, each["loc"])[0]) == len(each["loc"])]
+    problems = sorted(known or every, key=lambda problem: problem["type"] != UNKNOWN)
+    first, (parts, value) = problems[0], _walk(data, problems[0]["loc"])
+    path = ".".join(map(str, first["loc"] if first["type"] == "missing" else parts))
     if first["type"] == UNKNOWN:
-        section = inner(hint_at(config_type, parts[:-1]))
-        names = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
-        known = [*(".".join(map(str, [*parts[:-1], name])) for name in names), *all_keys(config_type)]
-        if where(path).endswith("--"):
-            return UserError(f"unknown option --{path}; {meant(path, known, '--') or 'leave it out'}")
-        return UserError(f"{where(path)}unknown key {path}; {meant(path, known) or 'leave it out'}")
+        section, around = inner(hint_at(config_type, parts[:-1])), path.rpartition(".")
+        beside = typing.get_type_hints(section) if dataclasses.is_dataclass(section) else {}
+        names = [*(f"{around[0]}{around[1]}{name}" for name in beside), *all_keys(config_type)]
+        mark = "--" if where(path).endswith("--") else ""
+        what = f"unknown option --{path}" if mark else f"{where(path)}unknown key {path}"
+        return UserError(f"{what}; {meant(path, names, mark) or 'leave it out'}")
     if first["type"] == "missing":
-        path = ".".join(map(str, first["loc"]))
         return UserError(f"{where(path)}{path} is missing; give it")
     own = first.get("ctx", {}).get("error")
     if isinstance(own, UserError):
@@ -220,12 +215,15 @@ for _tag, _pattern, _first in (
 yaml.SafeDumper.add_representer(Spelled, yaml.SafeDumper.represent_float)
 
 
-def read_yaml(file: Path, noun: str = "configuration") -> Any:
-    """Reads a YAML file, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a key twice. `noun`
-    names it in the message."""
+def read_yaml(file: Path, noun: str = "configuration") -> dict[str, Any]:
+    """Reads a YAML file that holds a mapping, numbers with a point as `Spelled`; UserError where it is none, or a mapping has a
+    key twice. `noun` names it in the message."""
     try:
         refuse_pointer(file)
-        return yaml.load(file.read_text(encoding="utf-8"), Loader)
+        data = yaml.load(file.read_text(encoding="utf-8"), Loader)
+        if not isinstance(data, dict | None):
+            raise UserError(f"holds {type(data).__name__}; it must be a mapping of keys")
+        return data or {}
     except UserError as error:
         raise UserError(f"{noun} {file} {error}") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -121,7 +121,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     refused("tokenizer.json is missing.*--tokenizer")
     for text in ("a: [", "", "- 1"):
         (folder / "model_config.yaml").write_text(text)
-        refused("model_config.yaml (cannot be read|holds no settings)")
+        refused("model_config.yaml (cannot be read|holds no settings|holds list; it must be a mapping)")
     (folder / "model_config.yaml").unlink()
     refused("model_config.yaml cannot be read .*No such file")
 

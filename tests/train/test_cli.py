@@ -68,12 +68,14 @@ def test_a_reader_that_has_read_enough_is_no_error(letters: int, word: str) -> N
         ),
         (["fit", "FILE", "--optimizer.betas", "[0.5]"], "option --optimizer.betas.1 is missing; give it"),
         (["fit", "FILE", "--budget.steps", "0"], "option --budget.steps is 0; it must be greater than 0, or null"),
+        (["fit", "FILE", "--data.sources.5.weight", "2"], "data.sources of FILE has 1 entries, counted from 0; 5 is none"),
+        (["fit", "FILE", "--data.sources.0.weight.x", "2"], "data.sources.0.weight is {'x': 2}; it must be a number"),
         (["fit", "FILE", "stray"], "unrecognized arguments: stray; see "),
         (
             ["fit", "nowhere.yaml"],
             "configuration nowhere.yaml does not exist; give a YAML file, or a recipe's name such as nano\n",
         ),
-        (["fit", ""], "the configuration's name is empty; give a YAML file, or a recipe's name such as nano\n"),
+        (["fit", ""], "option --config is empty; give a value, or leave it out\n"),
         (["edit", "apply", "TMP", "", "TMP"], "argument facts: it is empty; give a path"),
         (
             ["plan", "FILE", "--objective.ctc_weight", "1"],

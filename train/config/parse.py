@@ -7,6 +7,7 @@ import json
 import typing
 from argparse import SUPPRESS, Action, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -168,39 +169,39 @@ class ConfigParser(Parser):
                 if default not in (dataclasses.MISSING, None, "", ()):
                     text += f" (default: {default})"
                 hint = Literal["true", "false"] if hint is bool else hint
-                words = ",".join(map(str, typing.get_args(hint))) if typing.get_origin(hint) is Literal else ""
-                shown = f"{{{words}}}" if words else field.name.upper()
-                group.add_argument(f"--{path}{field.name}", metavar=shown, default=SUPPRESS, help=text.replace("%", "%%"))
+                choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else None
+                more: dict[str, Any] = {} if choices else {"metavar": field.name.upper()}
+                more |= {"choices": choices, "default": SUPPRESS, "help": text.replace("%", "%%")}
+                group.add_argument(f"--{path}{field.name}", **more)
 
     def read_file(self, name: str) -> None:
         """Reads the file of the configuration, and loads its plug-ins."""
         file = find_config(name)
         if self.file is not None:
             raise UserError(f"the configurations {self.file} and {name} are both given; name one")
-        self.file, self.data = file, dict(read_config(file))
+        self.file, self.data = file, read_config(file)
         if "plugins" in typing.get_type_hints(self.config_class):
             self.epilog = _load_plugins(self.data, file)
 
     def _set(self, path: str, text: str) -> None:
         """Sets a dotted key, in which numbers are places in lists. A section keeps the keys that a mapping does not have."""
-        try:
+        value: Any = text
+        with suppress(yaml.YAMLError):
             value = yaml.load(text, Loader)
-        except yaml.YAMLError:
-            value = text
         parts = [int(part) if part.isdigit() else part for part in path.split(".")]
         if isinstance(value, Mapping) and dataclasses.is_dataclass(inner(hint_at(self.config_class, parts))):
             for key, content in value.items():
                 self._set(f"{path}.{key}", json.dumps(content))
             return
         here: Any = self.data
-        for at, (part, after) in enumerate(zip(parts, [*parts[1:], None], strict=True)):
+        for at, part in enumerate(parts, 1):
             if isinstance(here, list) and not (isinstance(part, int) and part < len(here)):
-                way = f"{'.'.join(map(str, parts[:at]))} of {self.file}"
+                way = f"{'.'.join(map(str, parts[: at - 1]))} of {self.file}"
                 raise UserError(f"option --{path}: {way} has {len(here)} entries, counted from 0; {part} is none")
-            if after is None:
-                here[part] = value
-            elif not isinstance(here, list) and not isinstance(here.get(part), (dict, list)):
-                here[part] = {}
+            if not isinstance(here, list):
+                here.setdefault(part, None)
+            if at == len(parts) or not isinstance(here[part], (dict, list)):
+                here[part] = value if at == len(parts) else {}
             here = here[part]
         self.overridden.add(path)
 

@@ -67,17 +67,14 @@ def _near(file: Path) -> str:
     return f"did you mean {named[close[0]]}?" if close else ""
 
 
-def read_config(file: Path) -> Mapping[str, Any]:
-    """Reads a YAML file that holds a configuration; UserError where it is none (the closest is named), or holds no keys."""
+def read_config(file: Path) -> dict[str, Any]:
+    """Reads a YAML file that holds a configuration; UserError where it is none (the closest is named)."""
     refuse_remote(file, "configuration")
     if file.exists() and not file.is_file():
         raise UserError(f"configuration {file} is a folder, a pipe or a device; {GIVE}")
     if not file.is_file():
         raise UserError(f"configuration {file} does not exist; {_near(file) or GIVE}")
-    data = read_yaml(file)
-    if not isinstance(data, Mapping):
-        raise UserError(f"configuration {file} holds {type(data).__name__}; it must be a mapping of keys")
-    return data
+    return read_yaml(file)
 
 
 def check_folder_to_be(folder: Path, key: str) -> None:

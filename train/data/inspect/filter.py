@@ -119,7 +119,7 @@ def read_rules(file: Path) -> Rules:
         raise UserError(f"rules {file} do not exist: name a YAML file, such as one with 'question_seconds: {{max: 30}}'")
     data = read_yaml(file, "rules")
     try:
-        return validate(Rules, data or {})
+        return validate(Rules, data)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
 
