@@ -254,7 +254,7 @@ def their_config(
     }
     if decoder.rope_scaling is not None:
         scaling = settings["rope_scaling"]
-        settings["rope_scaling"] = {"rope_type": "llama3", **scaling, CONTEXT: scaling.pop("original_context")}
+        settings["rope_scaling"] = {"rope_type": "llama3", CONTEXT: scaling.pop("original_context"), **scaling}
     if model_type in ("qwen2", "qwen3"):
         slides = decoder.window is not None
         settings |= {"use_sliding_window": slides, "max_window_layers": 0 if slides else decoder.layers}
