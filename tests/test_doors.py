@@ -316,7 +316,7 @@ REFUSED = {
     "train validate missing --config RUN": "model folder missing does not exist",
     "train validate MODEL --config UNKNOWN_KEY": "did you mean",
     "train convert MODEL out --knd hf": "did you mean",
-    "train convert MODEL out --dtype int8": "known:",
+    "train convert MODEL out --dtype int8": "must be 'float32'",
     "train convert missing out": "does not exist",
     "train eval MODEL FACTS --out out --limt 1": "limt",
     "train eval MODEL FACTS --out out --task A9": "A9",

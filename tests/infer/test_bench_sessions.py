@@ -313,7 +313,7 @@ def test_codecs_with_random_weights_are_there_for_the_engine_s_process(monkeypat
     plugins.load_plugins(["infer.bench.random_codecs"], "plugins")
     new = set(CODECS) - before
     try:
-        assert new == {f"random-{name}" for name in before if CODECS.find(name).random is not None} >= {"random-snac"}
+        assert new == {f"random-{name}" for name in before if CODECS.find(name).random} >= {"random-snac"}
         codec = load_codec("random-mimi")
         assert codec.name == "random-mimi" and codec.codebook_sizes == CODECS.find("mimi").codebook_sizes
     finally:

@@ -173,12 +173,12 @@ def run_stats(argv: Sequence[str]) -> int:
     add_processes(parser)
     add_progress(parser)
     chosen = parser.read(argv)
+    scan, processes = Scan(chosen["data"]), chosen_processes(chosen)
     with importing():
         from train.data.inspect.stats import STATS, collect, draw_all, plain
 
     target, codecs = chosen_target(chosen), Codecs(chosen["codec_folder"])
     tasks = tuple(find_task(name, "--tasks") for name in chosen["tasks"]) if target is not None else ()
-    scan, processes = Scan(chosen["data"]), chosen_processes(chosen)
     collected = collect(scan, codecs, target, tasks, chosen["progress"], processes)
     if collected.damaged and not collected.all.rows:
         raise UserError(collected.damaged[0])

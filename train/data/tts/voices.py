@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol
 
-import numpy as np
-
 from omni.audio.io import audio_info, read_audio
 from omni.errors import UserError, closest
 from omni.plugins import Registry
@@ -316,6 +314,8 @@ class CallableVoice(Voice):
             self.extra = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
     def say(self, text: str, language: str, seed: int) -> Sound:
+        import numpy as np
+
         from omni.audio.waveform import as_waveform, whole_rate
 
         arguments, name = {"language": language, "seed": seed}, f"voice {self.spec}"
