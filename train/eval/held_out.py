@@ -139,11 +139,11 @@ def scores_of(
     item: Item, answer: Answer, normaliser: Normaliser = normalise, language: str = ""
 ) -> dict[str, tuple[float, float]]:
     """Compares an answer with its references; the pairs of the measures."""
-    scores = {"ended": (float(answer.ended == "end"), 1.0)}
+    scores: dict[str, tuple[float, float]] = {"ended": (float(answer.ended == "end"), 1)}
     if item.text is not None:
         said, wanted = normaliser(answer.text), normaliser(item.text)
         unit, errors, size = text_errors(wanted, said, language)
-        scores |= {unit: (errors, size), "exact_match": (float(said == wanted), 1.0)}
+        scores |= {unit: (errors, size), "exact_match": (float(said == wanted), 1)}
     if item.codes is not None:
         scores["code_accuracy"] = compare_codes(item.codes, answer.codes)
     return scores

@@ -153,8 +153,8 @@ class Collected:
         self.damaged += other.damaged
 
     def add_values(self, name: str, values: Sequence[float]) -> None:
-        """Add values of a measure."""
-        self.samples.setdefault(name, array("d")).extend(values)
+        """Add values of a measure, whole numbers or others."""
+        self.samples.setdefault(name, array("q" if isinstance(values[0], int) else "d")).extend(values)
 
     def add_codes(self, codec: str, occurrences: Sequence[np.ndarray]) -> None:
         """Count codes by how often each occurs, [codes] of each stream; not where there are other streams than before.
