@@ -75,6 +75,7 @@ class Stream:
         role: `predicted` by the model, or `given` from outside (a user's stream in a duplex model; for training: `Cursor`
             refuses it).
         rows: rows of the embedding table, where a checkpoint pads it; 0 means `size + specials`.
+        end: of a text stream, the ordinary id that ends an answer, as a language model's own; None for the first special id.
     """
 
     kind: Literal["audio", "text"]
@@ -83,8 +84,11 @@ class Stream:
     delay: Annotated[int, Field(ge=0, le=LONGEST_DELAY)] = 0
     role: Literal["predicted", "given"] = "predicted"
     rows: Annotated[int, Field(ge=0, le=LARGEST)] = 0
+    end: Annotated[int, Field(ge=0)] | None = None
 
     def __post_init__(self) -> None:
+        if self.end is not None and (self.kind == "audio" or self.end >= self.size):
+            raise UserError(f"layout: end {self.end} of a stream of {self.kind} is none of its {self.size} ids of text")
         if self.rows and self.rows < self.size + self.specials:
             raise UserError(f"layout: {self.rows} table rows cannot hold {self.size} ids and {self.specials} special ids")
 
@@ -96,6 +100,8 @@ class Stream:
     def special(self, name: str) -> int:
         """Id of a special token, one of `SPECIALS`; UserError where the stream keeps too few of them for it."""
         known = SPECIALS[self.kind]
+        if name == "end" and self.end is not None:
+            return self.end
         if known[name] >= self.specials:
             raise UserError(
                 f"layout: {name!r} is special id {known[name]} of a {self.kind} stream, and this one keeps {self.specials} of "
@@ -105,12 +111,25 @@ class Stream:
 
 
 @configuration
+class ChatFormat:
+    """The words of a language model's own chat format, as ids of the text stream; `omni.convert.chat` takes them from its
+    template. A conversation is `start`, or `system` around a system message; then each question between the two parts of
+    `question`, and each answer up to its end and `after`."""
+
+    question: tuple[tuple[int, ...], tuple[int, ...]]
+    start: tuple[int, ...] = ()
+    system: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    after: tuple[int, ...] = ()
+
+
+@configuration
 class Layout:
     """All streams of a model, and what fills cells outside of the answer. See the drawing at the top of this module.
 
     Attributes:
         streams: the audio streams, then the text stream.
         features: encoder features `replace` the audio streams' embeddings where they are, or `add` to all.
+        chat: a language model's own chat format around questions and answers; None for the markers of `omni.tasks`.
         fill: ids of a predicted stream before its delay and after its end. `pad`: pad is forced when serving and left out
             of the loss. `sampled`: the model's own samples are fed back (mini-omni's weights); the loss then trains pad. Text
             after its end is pad in both.
@@ -119,6 +138,7 @@ class Layout:
     streams: Annotated[tuple[Stream, ...], Field(max_length=MOST_STREAMS)]
     features: Literal["replace", "add"] = "replace"
     fill: Literal["pad", "sampled"] = "pad"
+    chat: ChatFormat | None = None
 
     def __post_init__(self) -> None:
         kinds = [s.kind for s in self.streams]
@@ -202,7 +222,7 @@ class Layout:
 
         out = torch.zeros(len(self), max(s.vocabulary for s in self.streams), dtype=torch.bool)
         for k, s in enumerate(self.streams):
-            out[k, : s.vocabulary if self.fill == "sampled" else s.size + 1] = True
+            out[k, : s.vocabulary if self.fill == "sampled" else s.size + (s.end is None)] = True
         return out
 
     # --- offline: a whole answer -----------------------------------------------------------------------------------

@@ -12,6 +12,9 @@ written question, but no `answer` after its end:
 
     system      input | the message's tokens                        | end            on text; pad on audio
 
+A layout with a language model's own chat format (`Layout.chat`) has the ids of that around question and system message, and a
+marker other than `answer` before the question; the audio streams have pad there, and their marker in the last column.
+
 The text stream's marker is `asr` where the question is to be transcribed; a stream that does not answer has pad in the last
 column, where the others have their marker. `register_task` adds rows, with markers of their own.
 
@@ -30,7 +33,7 @@ Dimensions: K streams, C columns, N features of a clip after the projector.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from omni.errors import UserError
@@ -152,7 +155,7 @@ class Turn:
         question: token ids of the written question (text in).
         text: token ids of the answer, without an end.
         codes: frames of the answer, [A, F].
-        system: token ids of the system message before the question; only a conversation's first turn has one.
+        system: token ids of the system message before a conversation's first question; None for later turns.
         cut: text and codes are the part that was heard of an interrupted answer: its columns are those of an answer that ended
             there (`omni/layout.py` draws them), but its ends are not trained.
     """
@@ -162,20 +165,30 @@ class Turn:
     question: Sequence[int] = ()
     text: Sequence[int] | None = None
     codes: Tensor | None = None
-    system: Sequence[int] = ()
+    system: Sequence[int] | None = ()
     cut: bool = False
 
 
-def system_message(layout: Layout, ids: Sequence[int]) -> Columns:
-    """The columns of a system message, which come before the first question's; none for no ids."""
+def written(layout: Layout, ids: Sequence[int]) -> Columns:
+    """Columns of ids of the text stream that are read, and not trained."""
     import torch
 
-    a, marks = layout.n_audio, 2 if len(ids) else 0
-    tokens = layout.ids("pad")[:, None].repeat(1, len(ids) + marks)
-    if len(ids):
-        text = layout.text
-        tokens[a] = torch.tensor([text.special("input"), *ids, text.special("end")])
-    return Columns(tokens, torch.full_like(tokens, IGNORE), torch.full((tokens.shape[1],), -1))
+    tokens = layout.ids("pad")[:, None].repeat(1, len(ids))
+    tokens[layout.n_audio] = torch.as_tensor(ids, dtype=torch.long)
+    return Columns(tokens, torch.full_like(tokens, IGNORE), torch.full((len(ids),), -1))
+
+
+def system_message(layout: Layout, ids: Sequence[int]) -> Columns:
+    """The columns of a system message, which come before the first question's, or those that a conversation without one begins
+    with. UserError: the layout's chat format has none."""
+    chat, text = layout.chat, layout.text
+    if not len(ids):
+        return written(layout, chat.start if chat is not None else ())
+    if chat is None:
+        return written(layout, [text.special("input"), *ids, text.special("end")])
+    if chat.system is None:
+        raise UserError("the model's chat format has no system message; leave it out, or put it into the question")
+    return written(layout, [*chat.system[0], *ids, *chat.system[1]])
 
 
 def prompt(layout: Layout, turn: Turn) -> Columns:
@@ -185,7 +198,7 @@ def prompt(layout: Layout, turn: Turn) -> Columns:
     task = find_task(turn.task)
     k, a = len(layout), layout.n_audio
     pad, end, start = layout.ids("pad"), layout.ids("end"), layout.ids("input")
-    answer = layout.ids(task.marker)
+    answer, chat = layout.ids(task.marker), layout.chat
     if task.question == "audio":
         if turn.features < 1:
             raise UserError(f"task {task.name} asks by speech, but the question has {turn.features} encoder features")
@@ -202,15 +215,19 @@ def prompt(layout: Layout, turn: Turn) -> Columns:
         end[:a] = pad[:a]
     active = torch.tensor([task.audio] * a + [task.text])
     last = torch.where(active, answer, pad)
-    tokens = torch.cat([start[:, None], body, end[:, None], last[:, None]], dim=1)
-    none = torch.full((1,), -1)
+    first, rest = start[:, None], torch.stack([end, last], dim=1)
+    if chat is not None:
+        marker = [layout.text.special(task.marker)] if task.marker != "answer" else []
+        first, rest = (written(layout, ids).tokens for ids in ([*chat.question[0], *marker], chat.question[1]))
+        rest[:a, -1] = last[:a]
+    tokens = torch.cat([first, body, rest], dim=1)
     asked = Columns(
         tokens=tokens,
         targets=torch.full_like(tokens, IGNORE),
-        feature_index=torch.cat([none, index, none, none]),
+        feature_index=torch.cat([torch.full(first.shape[1:], -1), index, torch.full(rest.shape[1:], -1)]),
         features=(turn.features,) if task.question == "audio" else (),
     )
-    return join([system_message(layout, turn.system), asked]) if len(turn.system) else asked
+    return asked if turn.system is None else join([system_message(layout, turn.system), asked])
 
 
 def answer(layout: Layout, turn: Turn) -> Columns:
@@ -224,11 +241,12 @@ def answer(layout: Layout, turn: Turn) -> Columns:
         raise UserError(f"task {task.name} answers in speech, but the row has no answer codes")
     text = torch.as_tensor(turn.text, dtype=torch.long) if task.text else None
     tokens, valid = layout.delayed(text, turn.codes if task.audio else None, cut=turn.cut)
-    return Columns(
+    replied = Columns(
         tokens=tokens,
         targets=torch.where(valid, tokens, IGNORE),
         feature_index=torch.full((tokens.shape[1],), -1),
     )
+    return replied if layout.chat is None else join([replied, written(layout, layout.chat.after)])
 
 
 def join(pieces: Sequence[Columns]) -> Columns:
@@ -252,8 +270,10 @@ def example(layout: Layout, turns: Sequence[Turn]) -> Columns:
     """A training example of one or more turns: prompts and answers joined, each column's target the next column's token."""
     import torch
 
-    pieces = [piece for turn in turns for piece in (prompt(layout, turn), answer(layout, turn))]
-    whole = join(pieces)
-    targets = torch.full_like(whole.targets, IGNORE)
-    targets[:, :-1] = whole.targets[:, 1:]
-    return Columns(whole.tokens, targets, whole.feature_index, whole.features)
+    first, *later = turns
+    whole = [first, *(replace(turn, system=None) for turn in later)]
+    pieces = [piece for turn in whole for piece in (prompt(layout, turn), answer(layout, turn))]
+    joined = join(pieces)
+    targets = torch.full_like(joined.targets, IGNORE)
+    targets[:, :-1] = joined.targets[:, 1:]
+    return Columns(joined.tokens, targets, joined.feature_index, joined.features)

@@ -45,7 +45,7 @@ from omni.config import DecoderConfig, ModelConfig
 from omni.convert.lazy import FLOATS, Lazy, type_name
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
-from omni.layout import Layout
+from omni.layout import ChatFormat, Layout
 from omni.model.decoder import Decoder
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
@@ -54,10 +54,13 @@ from omni.utils.configuration import configuration
 
 @configuration
 class TextConfig:
-    """Configuration of a language model without sound: the decoder, and the rows of its table."""
+    """Configuration of a language model without sound: the decoder, the rows of its table, its chat format, and the id that
+    ends its answers."""
 
     decoder: DecoderConfig
     size: PositiveInt
+    chat: ChatFormat | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True)

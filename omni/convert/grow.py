@@ -11,8 +11,9 @@ text alone, and before any training the grown model reads and writes text exactl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from omni.convert.lazy import Lazy, cast, joined
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
-from omni.layout import Layout
+from omni.layout import SPECIALS, Layout
 from omni.model.projector import Projector
 
 AUDIO_EMBEDDING, AUDIO_HEAD = "decoder.audio_embedding.weight", "decoder.audio_head.weight"
@@ -90,6 +91,8 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
     known, layout = text.config, growth.layout
     if not isinstance(known, TextConfig):
         raise UserError(f"{text.path} is no language model; only one can be grown into a speech model")
+    if known.chat is not None:
+        layout = replace(layout, streams=(*layout.audio, replace(layout.text, end=known.end)), chat=known.chat)
     if growth.rule not in RULES:
         raise UserError(f"init {growth.rule!r} is unknown; {closest(growth.rule, RULES)}")
     if layout.text.size != known.size:
@@ -105,11 +108,15 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
         seen = statistics((tensors.get(table) or text.tensors[EMBEDDING]).rows(0, min(size, known.size)))
         if table in tensors:
             specials = _new_rows(table, layout.text.vocabulary - known.size, seen, growth, dtype)
+            if known.chat is not None and table == EMBEDDING:  # what is heard stands alone in the question
+                specials = _silent(specials, [SPECIALS["text"]["pad"]])
             tensors[table] = joined([text.tensors[table].to(dtype, table), specials])
         shared = RowStatistics(seen.mean / share, seen.deviation / math.sqrt(share))
         rows = sum(stream.vocabulary for stream in layout.audio)
         tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
-    tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], layout)
+    starts = accumulate((stream.vocabulary for stream in layout.audio), initial=0)
+    pads = [start + stream.special("pad") for start, stream in zip(starts, layout.audio, strict=False)]
+    tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], pads)
     tensors |= fresh(Projector, (growth.projector, heard.width, decoder.width), "projector.", growth.seed, dtype)
     if isinstance(encoder, Foreign):
         tensors |= encoder.tensors
@@ -152,18 +159,12 @@ def _new_rows(name: str, rows: int, seen: RowStatistics, growth: Growth, dtype: 
     return Lazy.drawn((rows, len(seen.mean)), dtype, lambda g, n: rule(seen, g, n), name, growth.seed)
 
 
-def _silent(table: Lazy, layout: Layout) -> Lazy:
-    """The audio table with zeros for the pad ids."""
-    parts, offset = [], 0
-    for stream in layout.audio:
-        pad = stream.special("pad")
-        parts += [
-            table.rows(offset, offset + pad),
-            Lazy.filled((1, *table.shape[1:]), table.dtype),
-            table.rows(offset + pad + 1, offset + stream.vocabulary),
-        ]
-        offset += stream.vocabulary
-    return joined(parts)
+def _silent(table: Lazy, pads: Sequence[int]) -> Lazy:
+    """A table with zeros for the rows of pad ids."""
+    parts = []
+    for start, pad in zip([0, *(pad + 1 for pad in pads)], pads, strict=False):
+        parts += [table.rows(start, pad), Lazy.filled((1, *table.shape[1:]), table.dtype)]
+    return joined([*parts, table.rows(pads[-1] + 1, table.length)])
 
 
 def fresh(

@@ -18,8 +18,10 @@ import torch
 from omni.checkpoint.places import CONFIG, TOKENIZER, WEIGHTS
 from omni.checkpoint.tensors import PT, FileStamp, read_weights, save_tensors
 from omni.config import DecoderConfig, ModelConfig
+from omni.convert.chat import read_chat
 from omni.convert.contract import (
     COMPANIONS,
+    WORDS,
     Foreign,
     TextConfig,
     kept_files,
@@ -60,6 +62,7 @@ FAMILIES = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 WINDOW, FULL_LAYERS = 4096, 28  # transformers' defaults of `sliding_window` and `max_window_layers`
 
+TEMPLATE = "chat_template.jinja"
 EMBEDDING, HEAD = "decoder.text_embedding.weight", "decoder.text_head.weight"
 
 
@@ -90,6 +93,11 @@ def read(path: Path, tokenizer: Path | None = None) -> Foreign:
     tensors = match(weights, names, shapes, path, lambda name: name.endswith("rotary_emb.inv_freq") or name == second)
     kept = {CONFIG: settings, **{name: read_json(path / name) for name in COMPANIONS if (path / name).is_file()}}
     words = read_tokenizer(tokenizer or path / TOKENIZER, text.size, path, kept, named=tokenizer is not None)
+    template, said = path / TEMPLATE, kept.get(WORDS, {})
+    if template.is_file():
+        said = kept[WORDS] = {**said, "chat_template": template.read_text(encoding="utf-8")}
+    if (chat := read_chat(said, words)) is not None:
+        text = replace(text, chat=chat[0], end=chat[1])
     return Foreign("hf", path, text, tensors, words, names, {"hf": kept})
 
 
@@ -129,6 +137,8 @@ KEYS = {
 """Their settings of what our decoder's configuration says."""
 _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Settings for which only one value is supported."""
+_ANEW = ("rope_parameters", "rope_scaling", "torch_dtype")
+"""Settings that are written anew on export, under one name of several."""
 CONTEXT = "original_max_position_embeddings"
 """Their setting of our `RopeScaling.original_context`."""
 
@@ -220,7 +230,7 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     kept = kept_files(source, "hf")
     before = kept.get(CONFIG, {})
     settings = their_config(config.decoder, size, tied, f"{source.path}/{CONFIG}", str(before.get("model_type")))
-    settings |= {key: before[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in before}
+    settings = {**{key: value for key, value in before.items() if key not in _ANEW}, **settings}
     settings["dtype"] = str(head.dtype).removeprefix("torch.")
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
     with replacing_folder(target, sum(t.nbytes for t in weights.values())) as folder:

@@ -352,7 +352,7 @@ class Conversation:
     @property
     def turns(self) -> tuple[Turn, ...]:
         turns = [exchange.turn for exchange in self._past]
-        return tuple(replace(turn, system=() if number else self._system) for number, turn in enumerate(turns))
+        return tuple(replace(turn, system=None if number else self._system) for number, turn in enumerate(turns))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the history as one file, without an answer under way."""

@@ -83,7 +83,7 @@ class Exchange:
             elif isinstance(turn.task, Task) and turn.task.question == "audio":
                 columns = _spoken(layout, turn.task, turn.features)
             else:
-                columns = prompt(layout, replace(turn, system=()))
+                columns = prompt(layout, replace(turn, system=None))
             pairs = zip(columns.tokens.T.tolist(), columns.feature_index.tolist(), strict=True)
             keys = [(*column, self.sound if index >= 0 else -1, index) for column, index in pairs]
             known = self._parts[answered] = _Part(layout, turn, columns, keys)
@@ -93,7 +93,7 @@ class Exchange:
 @lru_cache(maxsize=256)
 def _spoken(layout: Layout, task: Task, features: int) -> Columns:
     """Columns of any spoken question of as many features; they are not to be changed."""
-    return prompt(layout, Turn(task, features=features))
+    return prompt(layout, Turn(task, features=features, system=None))
 
 
 class _Part(NamedTuple):

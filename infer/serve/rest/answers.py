@@ -107,7 +107,7 @@ def token_counts(turns: Sequence[Turn]) -> TokenCounts:
     """The tokens of the last of a session's turns."""
     text = audio = said = spoken = 0
     for turn in turns:
-        text, audio = text + said + len(turn.system) + len(turn.question), audio + spoken + turn.features
+        text, audio = text + said + len(turn.system or ()) + len(turn.question), audio + spoken + turn.features
         said, spoken = len(turn.text or ()), 0 if turn.codes is None else turn.codes.shape[1]
     return TokenCounts(text, audio, said, spoken)
 

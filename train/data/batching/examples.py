@@ -262,6 +262,7 @@ class ExampleMaker:
             clips += heard
         if self.system and prepared.row.system:
             turns[0] = replace(turns[0], system=read_system(prepared.row.system, self.tokenizer))
+        turns[1:] = [replace(turn, system=None) for turn in turns[1:]]
         columns_of = question_columns if self.heard_only else turn_columns
         parts = [columns_of(self.model.layout, turn) for turn in turns]  # turns do not overlap: the example is their join
         task = torch.cat([torch.full((len(part),), list(TASKS).index(name)) for part, name in zip(parts, tasks, strict=True)])
@@ -420,7 +421,7 @@ def question_columns(layout: Layout, turn: Turn) -> Columns:
     written = tuple(turn.question) if task.question == "text" else ()
     make = _prompt if len(written) <= SHORT else _prompt.__wrapped__
     asked = make(layout, task.name, turn.features, written)
-    return join([_system_prompt(layout, tuple(turn.system)), asked]) if len(turn.system) else asked
+    return asked if turn.system is None else join([_system_prompt(layout, tuple(turn.system)), asked])
 
 
 _system_prompt = lru_cache(maxsize=256)(system_message)  # system messages are few, and each precedes many questions
@@ -428,7 +429,7 @@ _system_prompt = lru_cache(maxsize=256)(system_message)  # system messages are f
 
 @lru_cache(maxsize=8192)
 def _prompt(layout: Layout, task: str, features: int, question: tuple[int, ...]) -> Columns:
-    return prompt(layout, Turn(task, features=features, question=question))
+    return prompt(layout, Turn(task, features=features, question=question, system=None))
 
 
 @lru_cache(maxsize=8192)  # a thousand utterances, each answered as several tasks
