@@ -137,8 +137,8 @@ KEYS = {
 """Their settings of what our decoder's configuration says."""
 _ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0}
 """Settings for which only one value is supported."""
-_ANEW = ("rope_parameters", "rope_scaling", "torch_dtype")
-"""Settings that are written anew on export, under one name of several."""
+_ROPE = ("rope_parameters", "rope_scaling")
+"""Names that the rotary settings have had."""
 CONTEXT = "original_max_position_embeddings"
 """Their setting of our `RopeScaling.original_context`."""
 
@@ -230,8 +230,11 @@ def write(source: Foreign, target: Path, on_progress: WriteCallback | None = Non
     kept = kept_files(source, "hf")
     before = kept.get(CONFIG, {})
     settings = their_config(config.decoder, size, tied, f"{source.path}/{CONFIG}", str(before.get("model_type")))
-    settings = {**{key: value for key, value in before.items() if key not in _ANEW}, **settings}
-    settings["dtype"] = str(head.dtype).removeprefix("torch.")
+    rope = (config.decoder.rope_base, config.decoder.rope_scaling)
+    known = text_config(before).decoder if before else config.decoder
+    stale = () if (known.rope_base, known.rope_scaling) == rope else _ROPE
+    settings = {key: value for key, value in before.items() if key not in stale} | settings
+    settings |= dict.fromkeys({"dtype", "torch_dtype"} & {"dtype", *before}, str(head.dtype).removeprefix("torch."))
     weights = {their_name(name): tensor for name, tensor in tensors.items()}
     with replacing_folder(target, sum(t.nbytes for t in weights.values())) as folder:
         files = {WEIGHTS: save_tensors(weights, folder / WEIGHTS, PT, on_progress=on_progress)}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -28,7 +29,7 @@ from omni.generate.runner import Prefill, Runner, pack
 from omni.layout import Layout
 from omni.lora.attach import CHANGING, RowSelection, active_of, selection_of, using
 from omni.model.speech_model import SpeechModel
-from omni.tasks import Columns, Turn
+from omni.tasks import Columns, Turn, prompt
 from omni.utils.hardware import finish_queued
 
 LOG = logging.getLogger(__name__)
@@ -109,8 +110,11 @@ def columns_in(slack: float, seconds: float) -> int:
     return columns if columns >= LEAST else LEAST if slack >= 2 * LEAST * seconds else 0
 
 
-AFTER = 2
-"""Columns of a spoken question after its features: `end` and `answer`, which are fed with the rest once it is asked."""
+@lru_cache
+def columns_around(layout: Layout, task: str) -> tuple[int, int]:
+    """Columns of a spoken question before its features, and after them: these are fed once it is asked."""
+    heard = (prompt(layout, Turn(task, features=1, system=None)).feature_index >= 0).tolist()
+    return heard.index(True), len(heard) - heard.index(True) - 1
 
 
 STEP = 64
@@ -153,7 +157,7 @@ class Listen:
 
     def stays(self, layout: Layout) -> Sequence[Exchange]:
         """The turns that stay before a question of at least this length."""
-        past, question = self.past or (), self.stream.known + 1 + AFTER
+        past, question = self.past or (), self.stream.known + sum(columns_around(layout, self.stream.task))
         return past[dropped_for(layout, past, question, self.system, self.seat.limit) :] if self.forget else past
 
     def refill(self, layout: Layout, length: int) -> Refill:
@@ -162,7 +166,7 @@ class Listen:
         size = -(-max(known, 1) // STEP) * STEP
         if self._asked is None or self._asked.turn.features != size:
             self._asked = Exchange(Turn(self.stream.task, features=size), 0, sound=self.stream.number)
-        asked, after = self._asked, size - known + AFTER
+        asked, after = self._asked, size - known + columns_around(layout, self.stream.task)[1]
         asked.features = self.stream.features
         said = self.stays(layout)
         whole, keys = lay_out(layout, said, asked, self.system)

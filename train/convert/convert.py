@@ -14,7 +14,7 @@ from omni.codec.registry import CODECS
 from omni.config import ModelConfig, ProjectorConfig
 from omni.convert import huggingface, mini_omni, parts
 from omni.convert import omni_folder as streamed
-from omni.convert.contract import CodecConfig, Foreign, TextConfig, one_dtype
+from omni.convert.contract import WORDS, CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.grow import Growth, grow, with_encoder
 from omni.convert.lazy import WriteCallback, cast
 from omni.convert.parts import read_whisper, write_codec
@@ -224,7 +224,8 @@ def grow_speech_model(
             Layout.preset("codec2", text.config.size), "codec2", ProjectorConfig("linear"), "zero", "sum", options.seed
         )
         model = grow(text, ENCODER_PRESETS["nano"], growth, dtype)
-        return "a text model; its audio parts are the smallest there are, and untrained", streamed.write(model, target, bar)
+        words = f"a text model{chat_words(text)}; its audio parts are the smallest there are, and untrained"
+        return words, streamed.write(model, target, bar)
     layout, codec = choose_layout(options, text.config.size)
     hidden = options.projector_hidden or text.config.decoder.mlp_width
     projector = ProjectorConfig(options.projector, hidden, options.projector_stack)
@@ -232,8 +233,17 @@ def grow_speech_model(
     growth = Growth(layout, codec, projector, options.init, options.combine, options.seed)
     model = grow(text, encoder, growth, dtype)
     heard = f"the encoder of {encoder.path}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
-    words = f"{text.path} grown by the rule {options.init}, with {heard}"
+    words = f"{text.path}{chat_words(text)} grown by the rule {options.init}, with {heard}"
     return words, streamed.write(model, target, bar, codec=codec_of(options, codec))
+
+
+def chat_words(text: Foreign) -> str:
+    """How a language model is asked, for a description; nothing of one without a chat template."""
+    assert isinstance(text.config, TextConfig)
+    if text.config.chat is not None:
+        return ", asked in its own chat format,"
+    templated = "chat_template" in text.extra.get("hf", {}).get(WORDS, {})
+    return ", whose chat template is none that columns can follow," if templated else ""
 
 
 def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
