@@ -22,7 +22,8 @@ TEMPLATES = {
     "chatml": CHATML + ASK,
     "default system": DEFAULT + CHATML + ASK,
     "llama": "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m['role'] + '<|stop|>\n\n' }}"
-    "{{ m['content'] | trim }}<|eot|>{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\n\n' }}{% endif %}",
+    "{{ m['content'] | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant<|stop|>\n\n' }}{% endif %}",
     "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == "
     "'assistant' %}{{ m.content }}{{ eos_token }}{% else %}{{ raise_exception('no system message') }}{% endif %}{% endfor %}",
 }
