@@ -182,8 +182,12 @@ class ModelConfig:
 def to_dict(config: Any) -> dict[str, Any]:
     """Converts a configuration to plain data (dicts, lists, numbers, strings); an encoder other than Whisper names its kind."""
     data = dataclasses.asdict(config)
-    if isinstance(config, ModelConfig) and not isinstance(config.encoder, WhisperConfig):
-        data["encoder"] = {"kind": config.encoder.kind, **data["encoder"]}
+    if isinstance(config, ModelConfig):
+        if not isinstance(config.encoder, WhisperConfig):
+            data["encoder"] = {"kind": config.encoder.kind, **data["encoder"]}
+        for part, key in ((data["layout"], "chat"), *((stream, "end") for stream in data["layout"]["streams"])):
+            if part[key] is None:  # as folders have it that are older than these keys
+                del part[key]
     return data
 
 

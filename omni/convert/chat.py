@@ -8,7 +8,8 @@ A template is a program. It is run once, on a conversation of marks, and the tex
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,11 +19,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from omni.layout import ChatFormat
 from omni.text import Tokenizer
 
-SYSTEM, QUESTION, ANSWER, AGAIN = marks = ("@system@", "@question@", "@answer@", "@again@")
+SYSTEM, QUESTION, ANSWER, AGAIN = ("@system@", "@question@", "@answer@", "@again@")
 TRIAL = ("Be brief.", "What is the capital of France?", "Paris, of course.", "And of Spain?")
 """Words in the places of the marks, by which a format is checked."""
 
-Ids = tuple[int, ...]
+Renderer = Callable[[Sequence[str], str | None], str]
+"""Makes the text of a conversation, up to where the next answer begins, of questions and answers in turn, and of a system
+message."""
 
 
 def read_chat(words: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[ChatFormat, int] | None:
@@ -36,74 +39,67 @@ def read_chat(words: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[ChatForma
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is None:
         return None
-    text = _Template(template, words)
-    first, between, system = text.between(marks[1:2]), text.between(marks[1:]), text.between(marks[:2])
-    if first is None or between is None:
+    try:
+        render = _renderer(template, words)
+        before, tail = (tuple(tokenizer.encode(part)) for part in _around(render, [QUESTION]))
+        end, *later = tokenizer.encode(_around(render, [QUESTION, ANSWER, AGAIN])[2])
+    except Exception:  # a template is anybody's program
         return None
-    before, tail = (tuple(tokenizer.encode(part)) for part in first)
-    end, *later = tokenizer.encode(between[2])
-    same = next(
-        (n for n, (a, b) in enumerate(zip(before[::-1], later[::-1], strict=False)) if a != b), min(len(before), len(later))
-    )
+    same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(before[::-1], later[::-1], strict=False))])
     start, question = before[: len(before) - same], before[len(before) - same :]
-    around = None
-    if system is not None:
-        opening, closing = (tuple(tokenizer.encode(part)) for part in system[:2])
-        if closing[len(closing) - same :] == question:
-            around = opening, closing[: len(closing) - same]
-    chat = ChatFormat((question, tail), start, around, tuple(later[: len(later) - same]))
-    return (chat, end) if _follows(chat, end, text, tokenizer) else None
+    system = _around_system(render, question, tokenizer)
+    chat = ChatFormat((question, tail), start, system, tuple(later[: len(later) - same]))
+    return (chat, end) if _follows(chat, end, render, tokenizer) else None
 
 
-class _Template:
-    """A chat template, as transformers renders it."""
+def _renderer(template: str, words: Mapping[str, Any]) -> Renderer:
+    """A template, as transformers renders it."""
+    world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    world.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
+    tokens = {key: value for key, value in words.items() if key.endswith("_token")}
+    names = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
+    made = world.from_string(template)
 
-    def __init__(self, template: str, words: Mapping[str, Any]) -> None:
-        world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        world.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-        tokens = {key: value for key, value in words.items() if key.endswith("_token")}
-        self._names = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
-        self._made = world.from_string(template)
-
-    def render(self, texts: Sequence[str], system: str | None = None) -> str:
-        """The text of a conversation whose questions and answers take turns, up to where the next answer begins."""
+    def render(texts: Sequence[str], system: str | None) -> str:
         roles = ("user", "assistant") * len(texts)
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        return self._made.render(messages=messages, add_generation_prompt=True, **self._names)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        return made.render(messages=messages, add_generation_prompt=True, **names)
 
-    def between(self, parts: Sequence[str]) -> list[str] | None:
-        """What is before, between and after marks; None where the template does not take these messages."""
-        told = parts[0] if parts[0] == SYSTEM else None
-        try:
-            rest, found = self.render([part for part in parts if part != told], told), list[str]()
-        except TemplateError:
-            return None
-        for part in parts:
-            before, mark, rest = rest.partition(part)
-            found.append(before)
-            if not mark:
-                return None
-        return [*found, rest]
+    return render
 
 
 def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def _follows(chat: ChatFormat, end: int, template: _Template, tokenizer: Tokenizer) -> bool:
+def _around(render: Renderer, texts: Sequence[str], system: str | None = None) -> list[str]:
+    """What a template has before, between and after texts; ValueError where it changes them."""
+    rest, parts = render(texts, system), list[str]()
+    for text in [*([] if system is None else [system]), *texts]:
+        place = rest.index(text)
+        parts.append(rest[:place])
+        rest = rest[place + len(text) :]
+    return [*parts, rest]
+
+
+def _around_system(
+    render: Renderer, question: tuple[int, ...], tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Ids before and after a system message; None where there is no place for one."""
+    try:
+        before, after, _ = (tuple(tokenizer.encode(part)) for part in _around(render, [QUESTION], SYSTEM))
+    except Exception:
+        return None
+    return (before, after[: len(after) - len(question)]) if after[len(after) - len(question) :] == question else None
+
+
+def _follows(chat: ChatFormat, end: int, render: Renderer, tokenizer: Tokenizer) -> bool:
     """Whether the format gives the template's ids of a conversation of words."""
-    told, *texts = TRIAL
-    asked, answered, again = map(tokenizer.encode, texts)
-    before, tail = chat.question
-    for system in (None, told) if chat.system is not None else (None,):
-        opening = (
-            chat.start
-            if chat.system is None or system is None
-            else (*chat.system[0], *tokenizer.encode(system), *chat.system[1])
-        )
-        ours = [*opening, *before, *asked, *tail, *answered, end, *chat.after, *before, *again, *tail]
-        if ours != tokenizer.encode(template.render(texts, system)):
-            return False
-    return True
+    message, *texts = TRIAL
+    (asked, answered, again), (before, tail) = map(tokenizer.encode, texts), chat.question
+    opened: dict[str | None, tuple[int, ...]] = {None: chat.start}
+    if chat.system is not None:
+        opened[message] = (*chat.system[0], *tokenizer.encode(message), *chat.system[1])
+    turns = [*before, *asked, *tail, *answered, end, *chat.after, *before, *again, *tail]
+    return all([*start, *turns] == tokenizer.encode(render(texts, system)) for system, start in opened.items())

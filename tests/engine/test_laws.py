@@ -20,9 +20,7 @@ from omni.generate.results import AudioChunk, Event, TextDelta
 from omni.generate.sampling import Sampling
 from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
-from omni.lora.attach import activate, add_adapter
-from omni.lora.config import LoRAConfig
-from tests.generate.conftest import LAYOUTS, make_lm, tone
+from tests.generate.conftest import LAYOUTS, adapt, make_lm, tone
 
 QUESTIONS: list[tuple[Any, str]] = [
     (tone(0.3), "A1A2"), ("and then?", "T1A2"), (tone(0.5, 330.0), "A1A2"), (tone(0.2), "A1T2"), ("say", "T1A1"), ("x", "T1T2")
@@ -78,16 +76,9 @@ def model(kind: str) -> SpeechLM:
     if kind.startswith("int8"):
         to_int8(lm.model)
     compiled = kind.endswith("compiled")  # which the other block's adapters keep it from
-    torch.manual_seed(1)
-    for name in ("warm", "cold"):
-        add_adapter(lm.model, LoRAConfig(("decoder.blocks.1.*" if compiled else "decoder.blocks.*",), rank=2), name)
+    adapt(lm.model, ("decoder.blocks.1.*" if compiled else "decoder.blocks.*",), "warm", "cold")
     if compiled:
         use_fast(lm.model)
-    with torch.no_grad():
-        for name, p in lm.model.named_parameters():
-            if ".lora." in name:
-                p.normal_(std=0.2)
-    activate(lm.model)
     return lm
 
 

@@ -19,7 +19,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter, remove_adapter
 from omni.lora.config import LoRAConfig
-from tests.generate.conftest import SHAPES
+from tests.generate.conftest import SHAPES, adapt
 from tests.generate.listening_toys import listener, pieces, sound, wait_until_heard
 from tests.generate.session_toys import TALKATIVE, inside, same
 
@@ -56,13 +56,7 @@ SCRIPTS = [Script(seed) for seed in range(16)]
 @cache
 def model(shape: str) -> SpeechLM:
     lm = listener(**SHAPES[shape])
-    torch.manual_seed(1)
-    add_adapter(lm.model, LoRAConfig(("decoder.blocks.*", "encoder.*"), rank=2), "warm")
-    with torch.no_grad():
-        for name, p in lm.model.named_parameters():
-            if ".lora." in name:
-                p.normal_(std=0.2)
-    activate(lm.model)
+    adapt(lm.model, ("decoder.blocks.*", "encoder.*"), "warm")
     return lm
 
 

@@ -23,7 +23,14 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import tone
 from tests.generate.session_toys import ASKED, TALKATIVE, same
-from tests.generate.test_answer_stream import by_cancelling_the_task, by_closing_the_loop, by_leaving_the_loop, heard, said
+from tests.generate.test_answer_stream import (
+    LEFT,
+    by_cancelling_the_task,
+    by_closing_the_loop,
+    by_leaving_the_loop,
+    left_by_a_loop,
+    said,
+)
 
 ROOT = Path(__file__).parents[2]
 LONG: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 60.0, "max_tokens": 1000}
@@ -116,15 +123,8 @@ def test_whole_answers_streams_and_saved_conversations(lm: SpeechLM, engine: Eng
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("leave", [by_cancelling_the_task, by_leaving_the_loop, by_closing_the_loop])
 def test_what_a_task_took_is_remembered(lm: SpeechLM, engine: EngineProcess, leave: Any) -> None:
-    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 70.0, "max_tokens": 20}
-    with lm.session(**options) as session:
-        events = session.ask("go on", "T1A2")
-        for _ in range(4):
-            next(events)
-        session.ask("and then", "T1T2").answer()
-        wanted = heard(session)
-    with engine.session(**options) as remote:
-        assert leave(remote) == wanted
+    with engine.session(**LEFT) as remote:
+        assert leave(remote) == left_by_a_loop(lm)
 
 
 @pytest.mark.long

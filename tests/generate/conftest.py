@@ -17,7 +17,7 @@ from omni.engine import intake as entering_module
 from omni.generate.runner import Runner
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.lora.attach import add_adapter
+from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import save_adapter, weights_of
 from omni.model.linears import base_checksum
@@ -98,6 +98,17 @@ def make_model(
 
 def make_lm(layout: Layout, **kwargs: object) -> SpeechLM:
     return SpeechLM(make_model(layout, **kwargs), Tokenizer.bytes(), EchoCodec(layout.codebook_sizes))  # type: ignore[arg-type]
+
+
+def adapt(model: SpeechModel, patterns: tuple[str, ...], *names: str) -> None:
+    """Adds adapters that change what is said, none of them active."""
+    torch.manual_seed(1)
+    for name in names:
+        add_adapter(model, LoRAConfig(patterns, rank=2), name)
+    for name, p in model.named_parameters():
+        if ".lora." in name:
+            p.data.normal_(std=0.2)
+    activate(model)
 
 
 @pytest.fixture(params=LAYOUTS)

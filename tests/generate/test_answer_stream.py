@@ -116,20 +116,26 @@ def by_closing_the_loop(session: Session) -> list[Any]:
     return heard(session)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("leave", [by_cancelling_the_task, by_leaving_the_loop, by_closing_the_loop])
-def test_what_was_taken_is_remembered_when_the_next_is_asked(lm: SpeechLM, leave: Any) -> None:
-    options: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 70.0, "max_tokens": 20}
-    with lm.session(**options) as session:
+LEFT: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 70.0, "max_tokens": 20}
+
+
+def left_by_a_loop(lm: SpeechLM) -> list[Any]:
+    """What is heard by a plain loop that takes four events, and asks again."""
+    with lm.session(**LEFT) as session:
         events = session.ask("go on", "T1A2")
         for _ in range(4):
             next(events)
         session.ask("and then", "T1T2").answer()
-        wanted = heard(session)
-    with lm.session(**options) as session:
-        assert leave(session) == wanted
+        return heard(session)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("leave", [by_cancelling_the_task, by_leaving_the_loop, by_closing_the_loop])
+def test_what_was_taken_is_remembered_when_the_next_is_asked(lm: SpeechLM, leave: Any) -> None:
+    with lm.session(**LEFT) as session:
+        assert leave(session) == left_by_a_loop(lm)
     assert is_free(lm)
-    del session, events
+    del session
     gc.collect()
     assert not lm._link.conversations
 

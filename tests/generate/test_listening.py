@@ -25,7 +25,7 @@ from omni.generate.speech_lm import SpeechLM
 from omni.lora.attach import activate, add_adapter
 from omni.lora.config import LoRAConfig
 from tests.engine.test_listen_process import Here
-from tests.generate.conftest import LAYOUTS, SHAPES
+from tests.generate.conftest import LAYOUTS, SHAPES, adapt
 from tests.generate.listening_toys import (
     CHUNK,
     QUESTIONS,
@@ -121,13 +121,7 @@ def test_with_options_of_the_conversation(options: dict[str, Any], shape: str) -
 @pytest.mark.long
 def test_with_adapters_and_edits() -> None:
     lm = listener()
-    torch.manual_seed(1)
-    add_adapter(lm.model, LoRAConfig(("decoder.blocks.*", "encoder.*"), rank=2), "warm")
-    with torch.no_grad():
-        for name, p in lm.model.named_parameters():
-            if ".lora." in name:
-                p.normal_(std=0.2)
-    activate(lm.model)
+    adapt(lm.model, ("decoder.blocks.*", "encoder.*"), "warm")
     delta = Delta(torch.randn(1, lm.config.decoder.width), torch.randn(1, 48))
     edits = Edits({"decoder.blocks.1.mlp.down": delta})
     with lm.session(adapter="warm", edits=edits, **TALK) as one, lm.session(adapter="warm", edits=edits, **TALK) as other:

@@ -233,7 +233,7 @@ def grow_speech_model(
     growth = Growth(layout, codec, projector, options.init, options.combine, options.seed)
     model = grow(text, encoder, growth, dtype)
     heard = f"the encoder of {encoder.path}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
-    words = f"{text.path}{chat_words(text)} grown by the rule {options.init}, with {heard}"
+    words = f"{text.path} grown by the rule {options.init}, with {heard}{chat_words(text)}"
     return words, streamed.write(model, target, bar, codec=codec_of(options, codec))
 
 
@@ -241,9 +241,9 @@ def chat_words(text: Foreign) -> str:
     """How a language model is asked, for a description; nothing of one without a chat template."""
     assert isinstance(text.config, TextConfig)
     if text.config.chat is not None:
-        return ", asked in its own chat format,"
+        return ", asked in its own chat format"
     templated = "chat_template" in text.extra.get("hf", {}).get(WORDS, {})
-    return ", whose chat template is none that columns can follow," if templated else ""
+    return ", whose chat template is none that columns can follow" if templated else ""
 
 
 def choose_layout(options: ConvertOptions, size: int) -> tuple[Layout, str]:
