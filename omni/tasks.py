@@ -32,7 +32,7 @@ Dimensions: K streams, C columns, N features of a clip after the projector.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -227,7 +227,16 @@ def prompt(layout: Layout, turn: Turn) -> Columns:
         feature_index=torch.cat([torch.full(first.shape[1:], -1), index, torch.full(rest.shape[1:], -1)]),
         features=(turn.features,) if task.question == "audio" else (),
     )
-    return asked if turn.system is None else join([system_message(layout, turn.system), asked])
+    return opened(layout, turn, asked)
+
+
+def opened(
+    layout: Layout, turn: Turn, asked: Columns, message: Callable[[Layout, tuple[int, ...]], Columns] = system_message
+) -> Columns:
+    """A question's columns with those that its conversation begins with, where it is the first and there are any."""
+    if turn.system is None or not len(begin := message(layout, tuple(turn.system))):
+        return asked
+    return join([begin, asked])
 
 
 def answer(layout: Layout, turn: Turn) -> Columns:

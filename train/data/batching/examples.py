@@ -26,7 +26,7 @@ from omni.errors import UserError
 from omni.generate.question import read_system
 from omni.layout import IGNORE, Layout
 from omni.model.multitask_projector import SHARING
-from omni.tasks import TASKS, Columns, Turn, answer, find_task, join, prompt, system_message
+from omni.tasks import TASKS, Columns, Turn, answer, find_task, join, opened, prompt, system_message
 from omni.text import Tokenizer
 from train.data.augment import augment_audio, augment_mel, speech
 from train.data.config import AlignmentKind, AugmentConfig
@@ -421,7 +421,7 @@ def question_columns(layout: Layout, turn: Turn) -> Columns:
     written = tuple(turn.question) if task.question == "text" else ()
     make = _prompt if len(written) <= SHORT else _prompt.__wrapped__
     asked = make(layout, task.name, turn.features, written)
-    return asked if turn.system is None else join([_system_prompt(layout, tuple(turn.system)), asked])
+    return opened(layout, turn, asked, _system_prompt)
 
 
 _system_prompt = lru_cache(maxsize=256)(system_message)  # system messages are few, and each precedes many questions
