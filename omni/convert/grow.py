@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from whisper.model import sinusoids
 
 from omni.config import ModelConfig, ProjectorConfig
 from omni.convert.contract import Foreign, TextConfig, shapes_of
-from omni.convert.huggingface import EMBEDDING, HEAD
+from omni.convert.huggingface import EMBEDDING, HEAD, pad_rows
 from omni.convert.lazy import Lazy, cast, joined
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
@@ -114,9 +113,7 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
         shared = RowStatistics(seen.mean / share, seen.deviation / math.sqrt(share))
         rows = sum(stream.vocabulary for stream in layout.audio)
         tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
-    starts = accumulate((stream.vocabulary for stream in layout.audio), initial=0)
-    pads = [start + stream.special("pad") for start, stream in zip(starts, layout.audio, strict=False)]
-    tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], pads)
+    tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], pad_rows(layout))
     tensors |= fresh(Projector, (growth.projector, heard.width, decoder.width), "projector.", growth.seed, dtype)
     if isinstance(encoder, Foreign):
         tensors |= encoder.tensors

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from omni.convert.contract import (
 from omni.convert.lazy import Lazy, WriteCallback, same
 from omni.errors import UserError, closest
 from omni.files import read_json, replacing_folder
+from omni.layout import Layout
 from omni.utils.configuration import validate
 
 
@@ -276,15 +278,16 @@ def their_config(
     return settings
 
 
+def pad_rows(layout: Layout) -> list[int]:
+    """Rows of the audio table that are the streams' pad ids."""
+    starts = accumulate((stream.vocabulary for stream in layout.audio), initial=0)
+    return [start + stream.special("pad") for start, stream in zip(starts, layout.audio, strict=False)]
+
+
 def _silent_embedding(source: Foreign, config: ModelConfig, size: int) -> tuple[Lazy, bool]:
     """The text table with the contribution of silent audio streams folded in, and whether that changes it."""
     table, audio = source.tensors[EMBEDDING].rows(0, size), source.tensors["decoder.audio_embedding.weight"]
-    pads, offset = [], 0
-    for stream in config.layout.audio:
-        row = offset + stream.special("pad")
-        pads.append(audio.read(row, row + 1)[0].float())
-        offset += stream.vocabulary
-    silence = torch.stack(pads).sum(0)
+    silence = torch.stack([audio.read(row, row + 1)[0].float() for row in pad_rows(config.layout)]).sum(0)
     scale = 1 / len(config.layout) if config.decoder.combine == "mean" else 1.0
     if scale == 1 and not bool(silence.any()):
         return table, False
