@@ -117,11 +117,10 @@ def _walk(data: Any, loc: Sequence[Any]) -> tuple[list[Any], Any]:
     """The part of an error's place that is in plain data (what follows are names of types), and the value there."""
     parts: list[Any] = []
     for part in loc:
-        if part in (data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, (list, tuple)) else ()):
-            data = data[part]
-            parts.append(part)
-        else:
+        if part not in (data if isinstance(data, Mapping) else range(len(data)) if isinstance(data, (list, tuple)) else ()):
             break
+        data = data[part]
+        parts.append(part)
     return parts, data
 
 
@@ -136,12 +135,8 @@ def hint_at(config_type: Any, parts: Sequence[Any]) -> Any:
     hint: Any = config_type
     for part in parts:
         hint = inner(hint)
-        if dataclasses.is_dataclass(hint):
-            hint = typing.get_type_hints(hint).get(part)
-        elif typing.get_origin(hint) in (tuple, list):
-            hint = typing.get_args(hint)[0]
-        else:
-            return None
+        entry = typing.get_args(hint)[0] if typing.get_origin(hint) in (tuple, list) else None
+        hint = typing.get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else entry
     return hint
 
 
