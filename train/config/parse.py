@@ -129,8 +129,8 @@ class ConfigParser(Parser):
 
     def _where(self, path: str) -> str:
         """The option or the file that gave a key, before its name in a message."""
-        given = any(path == key or path.startswith(f"{key}.") for key in self.overridden)
-        return "option --" if given else f"{self.file}: " if self.file else "--"
+        by_option = any(path == key or path.startswith(f"{key}.") for key in self.overridden)
+        return "option --" if by_option else f"{self.file}: " if self.file else "--"
 
     @property
     def options(self) -> list[str]:

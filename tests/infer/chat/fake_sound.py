@@ -108,6 +108,7 @@ class FakeSound:
     Attributes:
         takes: rates and channels that the devices take, by kind.
         heard: all that the microphone has given, in its own form.
+        questions: how many the program was told of.
         silenced: what had been heard of each answer when the loudspeaker was stopped.
     """
 
@@ -127,7 +128,7 @@ class FakeSound:
         self.refuse_start: set[str] = set()
         self.opened: list[tuple[Any, ...]] = []
         self.streams: dict[str, FakeStream] = {}
-        self.samples = 0
+        self.samples = self.questions = 0
         self.heard: list[np.ndarray] = []
         self.silenced: list[np.ndarray] = []
         self.script = iter(()) if script is None else script(self)
@@ -229,6 +230,7 @@ class LockstepQueue:
                     self.sound.step(block)
                 continue
             if isinstance(event, dict):
+                self.sound.questions += event["type"] == "input_audio_buffer.committed"
                 self.wanted -= event["type"] == "response.output_audio.delta" and self.wanted > 0
                 self.wanted = 0 if self._whole(event) else self.wanted
             return event

@@ -32,8 +32,13 @@ SHORT = ("--max_seconds", "0.8")
 
 
 def question(sound: FakeSound, seconds: float = 0.6) -> Iterator[Any]:
+    """Speech, and quiet until it is taken for a question, at most 0.7 s."""
+    before = sound.questions
     yield from sound.say(seconds)
-    yield from sound.quiet(0.7)
+    for block in sound.quiet(0.7):
+        if sound.questions > before:
+            return
+        yield block
 
 
 def two_questions(sound: FakeSound) -> Iterator[Any]:
