@@ -57,7 +57,7 @@ def test_every_package_has_a_budget():
 
 def test_the_whole_keeps_its_budgets():
     product = [sum(column) for column in zip(*(BUDGETS[name] for name in BUDGETS if is_product(name)), strict=True)]
-    assert product[0] <= 66_000 and product[1] <= 315
+    assert product[0] <= 66_750 and product[1] <= 315
     assert sum(len(file.read_bytes().splitlines()) for file in (ROOT / "tests").rglob("*.py")) <= 59_000
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
     assert sum(len(file.read_text(encoding="utf-8")) for file in documents) <= 250_000
