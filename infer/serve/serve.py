@@ -28,6 +28,7 @@ from infer.serve.settings import SESSION_KEYWORDS, Answering, ServerLimits, Serv
 from infer.serve.telemetry import LOG, write_logs
 from omni.engine.process import EngineProcess
 from omni.errors import SoundWarning, UserError
+from omni.pretrained import NAMES, SHIPPED
 from omni.utils.hardware import find_device
 from omni.utils.process import say
 
@@ -90,6 +91,7 @@ def settings_of(model: str, options: ServeOptions) -> ServeSettings:
         path = path.parent
     return ServeSettings(
         model=options.name or path.name,
+        is_shipped=path == (SHIPPED / NAMES[0]).resolve(),
         adapters=tuple(read_adapters(options.adapter, model)),
         origins=options.origins,
         limits=ServerLimits(

@@ -164,6 +164,7 @@ def add_web(app: FastAPI, server: Server) -> None:
         """The configuration of the page, which it reads before it connects."""
         return {
             "model": server.voices.model,
+            "is_shipped": server.settings.is_shipped,
             "needs_key": server.keys.needed,
             "voices": ["default", *server.voices.adapters],
             "speaks": server.voices.speaks,

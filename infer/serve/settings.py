@@ -68,6 +68,7 @@ class ServeSettings:
     """Everything that `create_app` needs beside the engine."""
 
     model: str = "omni"  # name of the model
+    is_shipped: bool = False  # the model is the one of the package, whose limits the page tells
     adapters: tuple[str, ...] = ()  # names of the adapters that were loaded; each is a voice
     origins: tuple[str, ...] = ()  # origins of pages, besides the server's own, that may connect
     padding: float = PADDING  # seconds of sound that a question keeps around the speech that voice activity found

@@ -55,6 +55,7 @@ async function loadConfig() {
 function start() {
   byId('model').textContent = config.model;
   byId('version').textContent = `Omni ${config.version}, model ${config.model}`;
+  byId('hearing').hidden = !config.is_shipped;
   byId('speaker-field').hidden = !('setSinkId' in AudioContext.prototype);
   input.longest = (config.max_seconds ?? LONGEST) - SPARE;
   byId('mute').addEventListener('click', toggleMute);
