@@ -5,8 +5,10 @@ And `--guard`: the graph guard looks on while tests train (tests/guarded.py).
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
+import inspect
 import multiprocessing
 import os
 import shutil
@@ -87,6 +89,16 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
         monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", values["HUGGINGFACE_CO_URL_TEMPLATE"], raising=False)
         monkeypatch.setattr(_http, "time", SimpleNamespace(time=time.time, sleep=lambda seconds: None))
         yield server
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine function."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    values = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**values), 600))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -175,9 +175,6 @@ def test_a_written_answer_leaves_no_sound(run, tmp_path):
     assert list(tmp_path.glob("*.wav")) == []
 
 
-# --- while it is being made -------------------------------------------------------------------------------------------
-
-
 def test_every_chunk_is_written_before_the_next_is_made(tmp_path, capsys):
     pipe = io.BytesIO()
     seen = []

@@ -83,9 +83,6 @@ def test_outputs_know_how_the_answer_ended(error, how):
     assert first.how == second.how == how
 
 
-# --- the loudspeaker --------------------------------------------------------------------------------------------------
-
-
 def fake_sounddevice(refuse: bool = False):
     class PortAudioError(Exception):
         pass
@@ -127,9 +124,6 @@ def test_a_loudspeaker_that_refuses_leaves_no_file_either(run, tmp_path, monkeyp
     done = run("ask", "--text", "hi", "--speaker", "--out", "a.wav", *in_file(tmp_path, realtime=realtime))
     assert done.code == 2 and "8000 Hz" in done.err
     assert list(tmp_path.iterdir()) == []
-
-
-# --- real processes ---------------------------------------------------------------------------------------------------
 
 
 def start(folder, place, *words: str, **more) -> subprocess.Popen:

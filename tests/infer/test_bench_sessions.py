@@ -5,7 +5,6 @@ No figure is asked to be fast.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -36,13 +35,6 @@ from omni.generate.session import Session
 from omni.layout import Layout
 
 FRAME = 0.02
-
-
-def until(done: Callable[[], bool]) -> None:
-    end = time.perf_counter() + 20
-    while not done():
-        assert time.perf_counter() < end
-        time.sleep(0.002)
 
 
 class FakeAnswer:
@@ -120,22 +112,18 @@ def manner(**own: Any) -> Workload:
     return replace(Workload(torch.zeros(800), 4 * FRAME, 0.0, False), **own)  # 50 ms of question
 
 
-def played(engine: FakeEngine, how: Workload, done: Callable[[PlayedAudio], bool]) -> PlayedAudio:
-    async def talk() -> PlayedAudio:
-        load = LiveLoad(engine, how, 64)  # type: ignore[arg-type]
-        try:
-            heard = load.heard = PlayedAudio()
-            load.invite(1)
-            end = time.perf_counter() + 20
-            while not done(heard):
-                assert time.perf_counter() < end
-                await load.wait(0.002)
-            load.heard = None
-        finally:
-            await load.close()
-        return heard
-
-    heard = asyncio.run(talk())
+async def played(engine: FakeEngine, how: Workload, done: Callable[[PlayedAudio], bool]) -> PlayedAudio:
+    load = LiveLoad(engine, how, 64)  # type: ignore[arg-type]
+    try:
+        heard = load.heard = PlayedAudio()
+        load.invite(1)
+        end = time.perf_counter() + 20
+        while not done(heard):
+            assert time.perf_counter() < end
+            await load.wait(0.002)
+        load.heard = None
+    finally:
+        await load.close()
     assert engine.open == 0
     return heard
 
@@ -174,9 +162,9 @@ def test_lateness_is_when_a_chunk_came_less_when_it_was_due(monkeypatch: pytest.
     assert hearer.sounds.is_set() and hearer.over.is_set()
 
 
-def test_people_speak_hear_the_answer_out_and_pause() -> None:
+async def test_people_speak_hear_the_answer_out_and_pause() -> None:
     engine = FakeEngine([0.0] * 10)
-    heard = played(engine, manner(), lambda _: engine.count("ask") >= 3)
+    heard = await played(engine, manner(), lambda _: engine.count("ask") >= 3)
     times = [at for kind, at in engine.log if kind == "ask"]
     assert all(other - one > 10 * FRAME + people.PAUSE[0] + 0.05 for one, other in itertools.pairwise(times))
     assert heard.answers >= 2 and heard.underruns == heard.interrupted == 0
@@ -185,52 +173,45 @@ def test_people_speak_hear_the_answer_out_and_pause() -> None:
     assert options["pace"] == "live" and options["overflow"] == "forget"
 
 
-def test_rows_that_speak_all_the_time_are_asked_again_at_once() -> None:
+async def test_rows_that_speak_all_the_time_are_asked_again_at_once() -> None:
     engine = FakeEngine([0.0] * 100)  # two seconds of sound
     start = time.perf_counter()
-    played(engine, manner(nonstop=True), lambda _: engine.count("ask") >= 4)
+    await played(engine, manner(nonstop=True), lambda _: engine.count("ask") >= 4)
     assert time.perf_counter() - start < 4
 
 
-def test_barge_ins_cut_the_answer_and_ask_again() -> None:
+async def test_barge_ins_cut_the_answer_and_ask_again() -> None:
     engine = FakeEngine([FRAME * n for n in range(10)])
     how = manner(barge_in=1.0, answer_seconds=10 * FRAME)
-    heard = played(engine, how, lambda _: engine.count("ask") >= 3)
+    heard = await played(engine, how, lambda _: engine.count("ask") >= 3)
     assert heard.interrupted == engine.count("cancel") >= 2 and heard.answers == 0
     parts = [seconds / how.answer_seconds for kind, seconds in engine.log if kind == "cancel"]
     assert all(people.BARGE[0] - 1e-6 <= part < 1 for part in parts)
 
 
-def test_questions_from_before_it_is_measured_are_left_out() -> None:
+async def test_questions_from_before_it_is_measured_are_left_out() -> None:
     """Their sound counts, and how long it took to come does not."""
     engine = FakeEngine([0.15, 0.15, 0.2])
 
-    async def talk() -> PlayedAudio:
-        load = LiveLoad(engine, manner(), 64)  # type: ignore[arg-type]
-        load.invite(1)
-        while engine.count("ask") < 1:
-            await load.wait(0.002)
-        heard = load.heard = PlayedAudio()
-        while heard.answers < 1:
-            await load.wait(0.002)
-        load.heard = None
-        await load.close()
-        return heard
-
-    heard = asyncio.run(talk())
+    load = LiveLoad(engine, manner(), 64)  # type: ignore[arg-type]
+    load.invite(1)
+    while engine.count("ask") < 1:
+        await load.wait(0.002)
+    heard = load.heard = PlayedAudio()
+    while heard.answers < 1:
+        await load.wait(0.002)
+    load.heard = None
+    await load.close()
     assert len(heard.lateness) == 2 and not heard.first_audio and not heard.questions
 
 
-def test_what_goes_wrong_in_a_call_is_raised() -> None:
+async def test_what_goes_wrong_in_a_call_is_raised() -> None:
     class Broken(FakeEngine):
         def session(self, **options: Any) -> Any:
             raise RuntimeError("the engine is gone")
 
     with pytest.raises(RuntimeError, match="gone"):
-        played(Broken([]), manner(), lambda _: False)
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
+        await played(Broken([]), manner(), lambda _: False)
 
 
 def checked(done: Any, numbers: list[int]) -> list[dict[str, Any]]:

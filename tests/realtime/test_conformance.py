@@ -20,10 +20,6 @@ SPEECH = np.random.default_rng(0).normal(0, 8000, 4800).astype("<i2")
 """A fifth of a second that the fake server takes for speech."""
 
 
-def examine(names: list[str], timeout: float, speech: np.ndarray | None = SPEECH, **bent: object) -> list[CheckedPoint]:
-    return asyncio.run(examined(names, timeout, speech, **bent))
-
-
 async def examined(names: list[str], timeout: float, speech: np.ndarray | None = SPEECH, **bent: object) -> list[CheckedPoint]:
     async with FakeServer(**bent) as url:
         kit = Kit(address_of(url, "any"), None, speech, timeout)
@@ -31,7 +27,7 @@ async def examined(names: list[str], timeout: float, speech: np.ndarray | None =
 
 
 @pytest.mark.long
-def test_every_point_can_fail():
+async def test_every_point_can_fail():
     assert list(FAULTS) == list(POINTS)
     side_by_side = asyncio.Semaphore(8)
 
@@ -40,26 +36,17 @@ def test_every_point_can_fail():
         async with side_by_side:
             return (await examined([name], 1.0 if said.startswith("no ") else 5.0, **bent))[0]
 
-    async def all_of_them() -> list[CheckedPoint]:
-        return await asyncio.gather(*(one(name) for name in POINTS))
-
-    for found in asyncio.run(all_of_them()):
+    for found in await asyncio.gather(*(one(name) for name in POINTS)):
         name = found.point.name
         assert found.result == ("note" if name == "lead" else "fail"), (name, found)
         assert FAULTS[name][1] in found.reason, (name, found)
 
 
-# --- servers that are odd -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("sent", [[], {"item": 7}, {"type": 7}, {"type": "response.done", "response": "none"}])
-def test_whatever_a_server_sends_ends_a_point_and_not_the_examination(sent):
-    found = examine(["written-turn", "usage", "types", "created"], 0.3, out=lambda event: [sent, event])
+async def test_whatever_a_server_sends_ends_a_point_and_not_the_examination(sent):
+    found = await examined(["written-turn", "usage", "types", "created"], 0.3, out=lambda event: [sent, event])
     assert [one.result for one in found][2:] == ["fail", "fail"]
     assert ("built otherwise" in found[0].reason) == (sent == {"item": 7})
-
-
-# --- the command ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

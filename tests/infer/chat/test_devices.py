@@ -99,9 +99,6 @@ def test_mistakes_are_one_line(talk: Talks, tmp_path: Any, words: tuple[str, ...
     assert done.code == 2 and said in done.err.splitlines()[-1] and done.err.count("error: ") == 1
 
 
-# --- the loudspeaker --------------------------------------------------------------------------------------------------
-
-
 def loudspeaker(rate: int = RATE, channels: int = 1) -> tuple[FakeSound, Loudspeaker, FakeStream]:
     """One on a device of a rate and channels."""
     sound = FakeSound()

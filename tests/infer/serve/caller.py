@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from fractions import Fraction
 from operator import attrgetter
 from typing import Any
@@ -170,28 +170,25 @@ async def no_session(server: Server) -> None:
 
 
 @pytest.fixture
-def calls(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Run a coroutine function with a server and a client, over 127.0.0.1 alone; nothing of them may be left."""
+def calls(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Open a server and a client, over 127.0.0.1 alone; nothing of them may be left."""
     monkeypatch.setattr("aioice.ice.get_host_addresses", lambda **kinds: ["127.0.0.1"])
 
-    def run(body: Callable[[Server, Caller], Coroutine[Any, Any, Any]], seconds: float = 0.4, **limits: Any) -> None:
+    @contextlib.asynccontextmanager
+    async def run(seconds: float = 0.4, **limits: Any) -> AsyncIterator[tuple[Server, Caller]]:
         answering = Answering(max_seconds=seconds)
         app = create_app(host, ServeSettings(model="tiny", limits=ServerLimits(**limits), answering=answering), KEYS)
         server: Server = app.state.server
-
-        async def whole() -> None:
-            async with app.router.lifespan_context(app):
-                caller = Caller(app)
-                try:
-                    await asyncio.wait_for(body(server, caller), 30)
-                finally:
-                    await caller.pc.close()
-                    await caller.openai.close()
-                await asyncio.wait_for(no_session(server), 5)
-            assert not server.keys.sessions
-            assert server.metrics.registry.get_sample_value("omni_sessions", {"transport": "webrtc"}) in (0, None)
-
-        asyncio.run(whole())
+        async with app.router.lifespan_context(app):
+            caller = Caller(app)
+            try:
+                yield server, caller
+            finally:
+                await caller.pc.close()
+                await caller.openai.close()
+            await asyncio.wait_for(no_session(server), 5)
+        assert not server.keys.sessions
+        assert server.metrics.registry.get_sample_value("omni_sessions", {"transport": "webrtc"}) in (0, None)
         assert host.stats().sessions == 0, "a session of the engine was left open"
 
     return run

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import ipaddress
 import json
 import socket
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -142,31 +143,33 @@ def settings() -> ServeSettings:
     return ServeSettings(model="tiny", limits=ServerLimits(), answering=Answering(max_seconds=1.0, max_tokens=12))
 
 
+@contextlib.asynccontextmanager
+async def opened_client(*given: Any) -> AsyncIterator[Client]:
+    """The client that the arguments make; its session is closed afterwards."""
+    client = Client(*given)
+    try:
+        yield client
+    finally:
+        await client.session.close()
+
+
 def with_client(body: Callable[[Client], Coroutine[Any, Any, Any]], *given: Any) -> Any:
-    """Run a coroutine function with the client that the arguments make; its session is closed afterwards."""
+    """Run a coroutine function with the client that the arguments make."""
 
     async def whole() -> Any:
-        client = Client(*given)
-        try:
+        async with opened_client(*given) as client:
             return await asyncio.wait_for(body(client), 60)
-        finally:
-            await client.session.close()
 
     return asyncio.run(whole())
 
 
 @pytest.fixture
 def talk(host: EngineHost, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
-    """Run a coroutine function with a client whose session is closed afterwards."""
+    """Open a client."""
 
-    def run(
-        body: Callable[[Client], Coroutine[Any, Any, Any]],
-        given: dict[str, Any] | None = MANUAL,
-        seconds: float = 1.0,
-        omni: bool = False,
-    ) -> Any:
+    def run(given: dict[str, Any] | None = MANUAL, seconds: float = 1.0, omni: bool = False) -> Any:
         answering = replace(settings.answering, max_seconds=seconds)
-        return with_client(body, host, replace(settings, answering=answering), given, omni)
+        return opened_client(host, replace(settings, answering=answering), given, omni)
 
     yield run
     assert host.stats().sessions == 0, "a session of the engine was left open"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -15,12 +14,12 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime.responses import Response
 from infer.serve.realtime.session import RealtimeSession
 from infer.serve.realtime.state import ConversationItem
-from infer.serve.server import Server
 from infer.serve.settings import ServeSettings
-from tests.infer.serve.caller import Caller, no_session, session_of
-from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
+from tests.infer.serve.caller import no_session, session_of
+from tests.infer.serve.conftest import MANUAL, Client, noise, opened_client, pcm
 from tests.infer.serve.test_server import answer, emptied, event, opened, serve
 from tests.realtime.client import written
+from tests.soon import soon
 
 __all__ = ["serve"]
 
@@ -87,50 +86,38 @@ def left(*kinds: type) -> list[Any]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("doing", [turns, interrupted, mistakes, broken_off])
 @pytest.mark.usefixtures("uncollected")
-def test_a_closed_session_is_freed_by_itself(host: EngineHost, settings: ServeSettings, doing: Doing) -> None:
+async def test_a_closed_session_is_freed_by_itself(host: EngineHost, settings: ServeSettings, doing: Doing) -> None:
     before = len(left(RealtimeSession, Response, ConversationItem))
 
-    async def body() -> weakref.ref[RealtimeSession]:
-        client = Client(host, settings, MANUAL)
-        await asyncio.wait_for(doing(client), 30)
-        await client.session.close()
+    async def closed_session() -> weakref.ref[RealtimeSession]:
+        async with opened_client(host, settings, MANUAL) as client:
+            await asyncio.wait_for(doing(client), 30)
         return weakref.ref(client.session)
 
-    async def whole() -> bool:
-        gone = await body()
-        await asyncio.sleep(0.1)
-        return gone() is None
-
-    assert asyncio.run(whole())
+    gone = await closed_session()
+    await asyncio.sleep(0.1)
+    assert gone() is None
     assert len(left(RealtimeSession, Response, ConversationItem)) == before
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_closed_socket_leaves_no_session(serve: Any) -> None:
+async def test_a_closed_socket_leaves_no_session(serve: Any) -> None:
     place, server = serve()
     gone: list[weakref.ref[RealtimeSession]] = []
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            await answer(ws)
-            gone.append(weakref.ref(next(iter(server.sessions.values()))))
-            await ws.send("no JSON")
-            await event(ws, "error")
-
-    asyncio.run(body())
+    async with opened(place) as ws:
+        await answer(ws)
+        gone.append(weakref.ref(next(iter(server.sessions.values()))))
+        await ws.send("no JSON")
+        await event(ws, "error")
     assert emptied(server)
-    until = time.monotonic() + 5
-    while gone[0]() is not None and time.monotonic() < until:
-        time.sleep(0.02)
-    assert gone[0]() is None
+    assert soon(lambda: gone[0]() is None)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("uncollected")
-def test_a_call_that_has_ended_leaves_no_session(calls: Any) -> None:
+async def test_a_call_that_has_ended_leaves_no_session(calls: Any) -> None:
     gone: list[weakref.ref[RealtimeSession]] = []
-
-    async def body(server: Server, caller: Caller) -> None:
+    async with calls() as (server, caller):
         await caller.call(MANUAL)
         since = await caller.ask()
         await caller.until("output_audio_buffer.stopped", since)
@@ -145,5 +132,3 @@ def test_a_call_that_has_ended_leaves_no_session(calls: Any) -> None:
         await no_session(server)
         await asyncio.sleep(0.5)
         assert gone[0]() is None
-
-    calls(body)

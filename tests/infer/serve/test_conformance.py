@@ -16,7 +16,7 @@ from tests.realtime.points import Point, shortened
 __all__ = ["serve"]
 
 
-def test_every_point_is_kept(serve: Any) -> None:
+async def test_every_point_is_kept(serve: Any) -> None:
     place, _ = serve()
     topics: dict[str, list[Point]] = {}
     for point in POINTS.values():
@@ -28,11 +28,8 @@ def test_every_point_is_kept(serve: Any) -> None:
         kit = Kit(address_of(f"ws://{place}/v1", "omni"), None, speech, 5.0)
         return await kit.examine(points, lambda number, name: None)
 
-    async def side_by_side() -> list[CheckedPoint]:
-        found = await asyncio.gather(*map(examined, topics.values()))
-        return [one for some in (*found, await examined(of_all)) for one in some]
-
-    found = asyncio.run(side_by_side())
+    by_topic = await asyncio.gather(*map(examined, topics.values()))
+    found = [point for points in (*by_topic, await examined(of_all)) for point in points]
     assert [one.point.name for one in found] == list(POINTS)
     broken = [(one.point.name, one.reason, shortened(one.event)) for one in found if one.result == "fail"]
     assert broken == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -18,7 +17,6 @@ from infer.serve.bounds import Quota, SessionBounds
 from infer.serve.keys import Keys
 from infer.serve.realtime.webrtc import CONNECTING
 from infer.serve.settings import ServerLimits, ServeSettings
-from tests.infer.serve.caller import Caller
 from tests.infer.serve.test_server import closed, event, opened, send, serve
 
 __all__ = ["serve"]
@@ -57,9 +55,6 @@ def rest_of(sock: socket.socket) -> bytes:
     return came
 
 
-# --- limits that agree with the number of sessions --------------------------------------------------------------------
-
-
 class Clock:
     now = 0.0
 
@@ -90,29 +85,22 @@ def test_as_many_as_may_be_speak_for_ten_minutes_within_the_default_limits(
     keys.usage["anyone"].count(events=1)
 
 
-def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve: Any) -> None:
+async def test_who_floods_is_closed_and_only_new_sessions_of_the_key_are_refused(serve: Any) -> None:
     place, _ = serve(session_events=40, key_events=60)
-
-    async def body() -> None:
-        async with opened(place) as other, opened(place) as flooding:
-            for _ in range(60):
-                await send(flooding, "input_audio_buffer.clear")
-            events, code = await closed(flooding)
-            assert events[-1]["error"]["code"] == "rate_limit_exceeded" and code == 1008
-            async with opened(place) as more:
-                for _ in range(35):
-                    await send(more, "input_audio_buffer.clear")
-                    await event(more, "input_audio_buffer.cleared")
-            async with opened(place) as new:
-                events, code = await closed(new)
-                assert events[0]["error"]["code"] == "rate_limit_exceeded" and code == 1013
-            await send(other, "input_audio_buffer.clear")
-            await event(other, "input_audio_buffer.cleared")
-
-    asyncio.run(body())
-
-
-# --- frames below messages --------------------------------------------------------------------------------------------
+    async with opened(place) as other, opened(place) as flooding:
+        for _ in range(60):
+            await send(flooding, "input_audio_buffer.clear")
+        events, code = await closed(flooding)
+        assert events[-1]["error"]["code"] == "rate_limit_exceeded" and code == 1008
+        async with opened(place) as more:
+            for _ in range(35):
+                await send(more, "input_audio_buffer.clear")
+                await event(more, "input_audio_buffer.cleared")
+        async with opened(place) as new:
+            events, code = await closed(new)
+            assert events[0]["error"]["code"] == "rate_limit_exceeded" and code == 1013
+        await send(other, "input_audio_buffer.clear")
+        await event(other, "input_audio_buffer.cleared")
 
 
 def test_messages_are_read_as_fast_as_they_are_handled_and_none_is_lost(serve: Any) -> None:
@@ -122,9 +110,6 @@ def test_messages_are_read_as_fast_as_they_are_handled_and_none_is_lost(serve: A
         came = b""
         while came.count(b"input_audio_buffer.cleared") < 1500:
             came += sock.recv(65536)
-
-
-# --- connections without a request ------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)
@@ -142,8 +127,8 @@ def test_a_head_that_does_not_come_ends_its_connection(serve: Any, sent: bytes, 
         time.sleep(0.01)
 
 
-def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
-    async def body(server: Any, caller: Caller) -> None:
+async def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
+    async with calls() as (server, caller):
         offer = await caller.offer()
         for number in range(CONNECTING + 2):
             answer = await caller.http.post(
@@ -156,31 +141,23 @@ def test_calls_without_media_leave_places_for_others(calls: Any) -> None:
         for session in list(server.sessions.values()):
             session.transport.end("enough")
 
-    calls(body)
-
-
-# --- JSON that takes long to read -------------------------------------------------------------------------------------
 
 COSTLY = [b"{}" * 60_000, b"[" * 60_000, b'{"messages": [' + b"1," * 60_000 + b"1]}", b'{"a": "' + b"{" * 60_000 + b'"}']
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("given", COSTLY, ids=["objects", "nested", "list", "text"])
-def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_costly_json_is_refused_before_it_is_read(serve: Any, given: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     place, _ = serve()
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            await ws.recv()
-            monkeypatch.setattr(json, "loads", pytest.fail)
-            await ws.send(given.decode())
-            answer = await ws.recv()
-            monkeypatch.undo()
-            assert json.loads(answer)["error"]["code"] == "too_large"
-            await send(ws, "input_audio_buffer.append", audio="AAAA" * 500_000)
-            await send(ws, "input_audio_buffer.clear")
-            await event(ws, "input_audio_buffer.cleared")
-
-    asyncio.run(body())
+    async with opened(place) as ws:
+        await ws.recv()
+        monkeypatch.setattr(json, "loads", pytest.fail)
+        await ws.send(given.decode())
+        answer = await ws.recv()
+        monkeypatch.undo()
+        assert json.loads(answer)["error"]["code"] == "too_large"
+        await send(ws, "input_audio_buffer.append", audio="AAAA" * 500_000)
+        await send(ws, "input_audio_buffer.clear")
+        await event(ws, "input_audio_buffer.cleared")
     found = httpx.post(f"http://{place}/v1/chat/completions", content=given)
     assert found.status_code == 413 and found.json()["error"]["code"] == "too_large"

@@ -71,8 +71,8 @@ async def hear_nothing(client: Client) -> float:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", [cut_while_it_plays, truncate_after_it_ended, hear_less_than_was_counted, hear_nothing])
-def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_said(talk: Any, lm: Any, cut: Any) -> None:
-    async def body(client: Client) -> tuple[list[Any], str, list[np.ndarray], list[Any]]:
+async def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_said(talk: Any, lm: Any, cut: Any) -> None:
+    async with talk() as client:
         heard = await cut(client)
         item = client.session.responses.last.item
         frames = int(heard * 25 + 1e-6)
@@ -92,14 +92,11 @@ def test_the_cache_is_that_of_a_conversation_in_which_only_what_was_heard_was_sa
             wanted = [(*key[:-2], key[-1]) for key in inside(other)._seat.held.keys]
         assert cached(client) == wanted
 
-    talk(body)
-
 
 @pytest.mark.long
-def test_a_long_conversation_is_not_told_to_the_engine_again(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_conversation_is_not_told_to_the_engine_again(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The samples of its oldest questions are dropped, which the engine's session had, or has forgotten itself."""
-
-    async def body(client: Client) -> int:
+    async with talk() as client:
         engine, made = client.session.responses.dialogue._host.engine, []
         session = engine.session
         monkeypatch.setattr(engine, "session", lambda **options: made.append(options) or session(**options))
@@ -109,20 +106,17 @@ def test_a_long_conversation_is_not_told_to_the_engine_again(talk: Any, monkeypa
             assert (await client.ask())["status"] in ("completed", "incomplete")
         held = [part.sound is not None for item in client.session.items if item.role == "user" for part in item.content]
         assert held == [False] * 4 + [True] * 2
-        told = len(made)
+        assert len(made) == 1
         first = next(iter(client.session.items)).id  # one that is deleted is forgotten at once, by a new session without it
         await client.send("conversation.item.delete", item_id=first)
         await speak(client, 7)
         assert (await client.ask())["status"] in ("completed", "incomplete")
-        assert len(made) == told + 1 and len(made[-1]["history"]) == 2  # the newest turn, whose sound is there
-        return told
-
-    assert talk(body) == 1
+        assert len(made) == 2 and len(made[-1]["history"]) == 2  # the newest turn, whose sound is there
 
 
 @pytest.mark.long
-def test_an_older_answer_is_cut_and_the_next_one_knows_it(talk: Any, lm: Any) -> None:
-    async def body(client: Client) -> None:
+async def test_an_older_answer_is_cut_and_the_next_one_knows_it(talk: Any, lm: Any) -> None:
+    async with talk() as client:
         first = (await client.ask("one"))["output"][0]["id"]
         await client.ask("two")
         await client.send("conversation.item.truncate", item_id=first, content_index=0, audio_end_ms=200)
@@ -133,11 +127,9 @@ def test_an_older_answer_is_cut_and_the_next_one_knows_it(talk: Any, lm: Any) ->
         with lm.session(history=history, max_seconds=1.0, max_tokens=12) as other:
             assert np.array_equal(other.ask("three", "T1A2").answer().codes.numpy(), codes_of(client)[2])
 
-    talk(body)
 
-
-def test_a_question_without_an_answer_is_a_turn_of_which_nothing_was_heard(talk: Any, lm: Any) -> None:
-    async def body(client: Client) -> None:
+async def test_a_question_without_an_answer_is_a_turn_of_which_nothing_was_heard(talk: Any, lm: Any) -> None:
+    async with talk() as client:
         content = [{"type": "input_text", "text": "one"}]
         await client.send("conversation.item.create", item={"type": "message", "role": "user", "content": content})
         await client.ask("two")
@@ -146,11 +138,9 @@ def test_a_question_without_an_answer_is_a_turn_of_which_nothing_was_heard(talk:
         with lm.session(history=history, max_seconds=1.0, max_tokens=12) as other:
             assert np.array_equal(other.ask("two", "T1A2").answer().codes.numpy(), codes_of(client)[0])
 
-    talk(body)
 
-
-def test_deleted_items_are_forgotten(talk: Any, lm: Any) -> None:
-    async def body(client: Client) -> None:
+async def test_deleted_items_are_forgotten(talk: Any, lm: Any) -> None:
+    async with talk() as client:
         first = (await client.ask("one"))["output"][0]["id"]
         question = next(iter(client.session.items)).id
         for item in (first, question):
@@ -158,11 +148,6 @@ def test_deleted_items_are_forgotten(talk: Any, lm: Any) -> None:
         await client.ask("two")
         alone = lm.generate("two", "T1A2", max_seconds=1.0, max_tokens=12)
         assert np.array_equal(alone.codes.numpy(), codes_of(client)[0])
-
-    talk(body)
-
-
-# --- the clock of what was heard ----------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -193,26 +178,23 @@ def test_heard_is_the_least_of_what_was_sent_and_of_the_time_less_the_gaps() -> 
     assert outlet.heard == pytest.approx(0.3) == outlet.sent
 
 
-def test_sound_is_never_further_ahead_than_the_lead_and_text_keeps_with_it() -> None:
-    async def body() -> None:
-        sent, told = [], list[tuple[str, float]]()
-        outlet = Outlet(1000, sent.append)
-        pacer = Pacer(outlet, 0.25)
-        for number in range(10):
-            pacer.text(f"{number}", number * 0.1)
-        pacer.sound(np.arange(1000, dtype=np.float32))
-        pacer.close()
-        running, most = asyncio.create_task(pacer.run(lambda text: told.append((text, outlet.sent)))), 0.0
-        while not running.done():
-            most = max(most, outlet.ahead())
-            await asyncio.sleep(0.002)
-        assert most <= 0.25 and outlet.underruns == 0
-        assert np.array_equal(np.concatenate(sent), np.arange(1000))
-        assert max(map(len, sent)) <= 100
-        assert "".join(text for text, _ in told) == "0123456789"
-        assert all(int(text) * 0.1 <= at + TEXT_AHEAD + 1e-6 for text, at in told)
-
-    asyncio.run(body())
+async def test_sound_is_never_further_ahead_than_the_lead_and_text_keeps_with_it() -> None:
+    sent, told = [], list[tuple[str, float]]()
+    outlet = Outlet(1000, sent.append)
+    pacer = Pacer(outlet, 0.25)
+    for number in range(10):
+        pacer.text(f"{number}", number * 0.1)
+    pacer.sound(np.arange(1000, dtype=np.float32))
+    pacer.close()
+    running, most = asyncio.create_task(pacer.run(lambda text: told.append((text, outlet.sent)))), 0.0
+    while not running.done():
+        most = max(most, outlet.ahead())
+        await asyncio.sleep(0.002)
+    assert most <= 0.25 and outlet.underruns == 0
+    assert np.array_equal(np.concatenate(sent), np.arange(1000))
+    assert max(map(len, sent)) <= 100
+    assert "".join(text for text, _ in told) == "0123456789"
+    assert all(int(text) * 0.1 <= at + TEXT_AHEAD + 1e-6 for text, at in told)
 
 
 def test_a_softer_answer_has_no_step_in_it() -> None:

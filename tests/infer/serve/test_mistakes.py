@@ -17,7 +17,7 @@ from omni.generate.question import longest
 from omni.generate.results import Ended, Timings
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.caller import LocalEngine
-from tests.infer.serve.conftest import MANUAL, Client, noise, pcm, with_client
+from tests.infer.serve.conftest import MANUAL, noise, opened_client, pcm
 from tests.infer.serve.test_events import check_known
 from tests.realtime.client import written
 
@@ -28,13 +28,9 @@ def spoken(audio: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": audio}]}
 
 
-# --- questions that no answer can have --------------------------------------------------------------------------------
-
-
-def test_sound_that_is_too_long_is_refused_at_its_commit_and_kept(talk: Any, lm: SpeechLM) -> None:
+async def test_sound_that_is_too_long_is_refused_at_its_commit_and_kept(talk: Any, lm: SpeechLM) -> None:
     most = longest(lm.config)
-
-    async def body(client: Client) -> None:
+    async with talk() as client:
         await client.send("input_audio_buffer.append", audio=pcm(noise(most + 1)))
         (came,) = await client.send("input_audio_buffer.commit", event_id="mine")
         error = came["error"]
@@ -50,21 +46,16 @@ def test_sound_that_is_too_long_is_refused_at_its_commit_and_kept(talk: Any, lm:
         assert (await client.ask("and now?"))["status"] in GOOD
         check_known(client.events)
 
-    talk(body)
 
-
-def test_sound_that_is_too_long_for_a_turn_of_the_server_is_cut(talk: Any, lm: SpeechLM) -> None:
+async def test_sound_that_is_too_long_for_a_turn_of_the_server_is_cut(talk: Any, lm: SpeechLM) -> None:
     most = longest(lm.config)
-
-    async def body(client: Client) -> None:
+    async with talk() as client:
         hearing = client.session.hearing
         hearing.buffer.add(np.zeros(round((most + 3) * 24_000), np.int16))
         hearing._item = "item_1"
         hearing._end_turn(most + 3, most + 3, None)
         (item,) = client.session.items
         assert item.seconds == most
-
-    talk(body)
 
 
 BAD_ITEMS = {
@@ -77,10 +68,9 @@ BAD_ITEMS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BAD_ITEMS)
-def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> None:
+async def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> None:
     item, field, told = BAD_ITEMS[name]
-
-    async def body(client: Client) -> None:
+    async with talk() as client:
         (came,) = await client.send("conversation.item.create", item=item, event_id="mine")
         error = came["error"]
         assert (error["type"], error["code"], error["event_id"]) == ("invalid_request_error", "invalid_value", "mine")
@@ -91,14 +81,11 @@ def test_an_item_that_no_question_can_be_is_refused(talk: Any, name: str) -> Non
         assert (await client.ask("and now?"))["status"] in GOOD
         check_known(client.events)
 
-    talk(body)
 
-
-# --- whose mistake it is ----------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_into_the_context_is_the_clients_mistake(lm: SpeechLM, settings: ServeSettings) -> None:
-    async def body(client: Client) -> None:
+async def test_what_does_not_fit_into_the_context_is_the_clients_mistake(lm: SpeechLM, settings: ServeSettings) -> None:
+    host = EngineHost(lambda: LocalEngine(lm))
+    answering = replace(settings.answering, context=200, use_instructions=True)
+    async with opened_client(host, replace(settings, answering=answering), MANUAL) as client:
         error = (await client.ask("who? " * 100))["status_details"]["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
         assert "shorten instructions, history or question" in error["message"] and "overflow" not in error["message"]
@@ -110,10 +97,6 @@ def test_what_does_not_fit_into_the_context_is_the_clients_mistake(lm: SpeechLM,
         await client.send("session.update", session={"instructions": ""})
         assert (await client.ask())["status"] in GOOD  # the same question
         check_known(client.events)
-
-    host = EngineHost(lambda: LocalEngine(lm))
-    answering = replace(settings.answering, context=200, use_instructions=True)
-    with_client(body, host, replace(settings, answering=answering), MANUAL)
 
 
 LOST = "the engine's process 32168 was ended by SIGKILL; start another one"
@@ -136,17 +119,13 @@ async def lost_midway(response: Response, *_: Any) -> Ended:
     ("answer", "code", "told"),
     [(broken, "server_error", "KeyError"), (lost, "engine_lost", "again"), (lost_midway, "engine_lost", "")],
 )
-def test_what_is_the_servers_fault(talk: Any, monkeypatch: Any, answer: Any, code: str, told: str) -> None:
-    async def body(client: Client) -> None:
+async def test_what_is_the_servers_fault(talk: Any, monkeypatch: Any, answer: Any, code: str, told: str) -> None:
+    async with talk() as client:
         monkeypatch.setattr(Response, "_answer", answer)
         error = (await client.ask("who?"))["status_details"]["error"]
         assert (error["type"], error["code"]) == ("server_error", code) and told in error["message"]
         assert not any(word in error["message"] for word in ("32168", "SIGKILL", "another one", "secret"))
 
-    talk(body)
-
-
-# --- names of fields --------------------------------------------------------------------------------------------------
 
 VAD = {"type": "server_vad", "threshold": 7}
 
@@ -162,23 +141,17 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_a_mistake_in_the_configuration_is_named_by_its_place(talk: Any, name: str) -> None:
+async def test_a_mistake_in_the_configuration_is_named_by_its_place(talk: Any, name: str) -> None:
     given, place = PLACES[name]
-
-    async def body(client: Client) -> None:
+    async with talk() as client:
         error = (await client.send("session.update", session=given))[0]["error"]
         assert error["param"] == f"session.{place}" and error["message"].startswith(f"session.{place}: ")
         if "input" not in given.get("audio", {}):
             error = (await client.send("response.create", response=given))[0]["error"]
             assert error["param"] == f"response.{place}"
 
-    talk(body)
 
-
-# --- what is in effect ------------------------------------------------------------------------------------------------
-
-
-def test_what_has_no_effect_is_not_told_as_if_it_had(talk: Any) -> None:
+async def test_what_has_no_effect_is_not_told_as_if_it_had(talk: Any) -> None:
     tools = [{"type": "function", "name": "f"}]
     given = {
         "model": "gpt-x",
@@ -190,8 +163,7 @@ def test_what_has_no_effect_is_not_told_as_if_it_had(talk: Any) -> None:
         "truncation": "disabled",
         "audio": {"input": {"noise_reduction": {"type": "near_field"}}},
     }
-
-    async def body(client: Client) -> None:
+    async with talk() as client:
         told = (await client.send("session.update", session=given))[0]["session"]
         assert told["model"] == "tiny" and told["tools"] == tools
         assert (told["tool_choice"], told["truncation"]) == ("auto", "auto")
@@ -200,14 +172,10 @@ def test_what_has_no_effect_is_not_told_as_if_it_had(talk: Any) -> None:
         assert told["audio"]["input"]["noise_reduction"] is None
         check_known(client.events)
 
-    talk(body)
 
-
-def test_a_cut_tells_what_is_heard_in_the_end(talk: Any) -> None:
-    async def body(client: Client) -> None:
+async def test_a_cut_tells_what_is_heard_in_the_end(talk: Any) -> None:
+    async with talk() as client:
         item = (await client.ask("who?"))["output"][0]["id"]
         for given, heard in ((600, 600), (330, 330), (500, 330), (0, 0), (700, 0)):
             (came,) = await client.send("conversation.item.truncate", item_id=item, content_index=0, audio_end_ms=given)
             assert came["type"] == "conversation.item.truncated" and came["audio_end_ms"] == heard
-
-    talk(body)

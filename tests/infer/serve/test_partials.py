@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ from infer.serve.host import EngineHost
 from infer.serve.realtime import hearing
 from infer.serve.realtime.hearing import PARTIAL, Transcripts
 from tests.infer.serve.conftest import Client, noise, pcm
-from tests.infer.serve.test_turn_sound import chunked, run
+from tests.infer.serve.test_turn_sound import chunked, host
 from tests.infer.serve.test_turns import append, at24, say
 
-__all__ = ["chunked", "run"]
-
-Run = Callable[..., Any]
+__all__ = ["chunked", "host"]
 
 
 def session(wanted: bool = True, detection: Any = None) -> dict[str, Any]:
@@ -61,11 +58,10 @@ def told(client: Client) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("heard", [True, False])
-def test_they_are_told_for_the_item_that_is_committed(run: Run, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_they_are_told_for_the_item_that_is_committed(talk: Any, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not heard:
         monkeypatch.setattr(EngineHost, "listens", property(lambda self: False))
-
-    async def body(client: Client) -> None:
+    async with talk(session()) as client:
         for turn in range(2):
             since, known = len(client.events), len(told(client))
             await speak_until_understood(client, turn)
@@ -78,37 +74,30 @@ def test_they_are_told_for_the_item_that_is_committed(run: Run, heard: bool, mon
         texts = [event["transcript"] for event in told(client)]
         assert all(texts) and all(event["content_index"] == 0 for event in told(client))
 
-    run(body, session())
-
 
 @pytest.mark.long
-def test_they_are_told_for_the_item_that_was_announced(run: Run) -> None:
-    async def body(client: Client) -> None:
+async def test_they_are_told_for_the_item_that_was_announced(talk: Any) -> None:
+    async with talk(session(detection={"type": "server_vad", "interrupt_response": False})) as client:
         await append(client, at24(say("what is two plus three")))
         started = await client.until("input_audio_buffer.speech_started")
         await client.until("response.done")
         assert told(client) and {event["item_id"] for event in told(client)} == {started["item_id"]}
         assert client.types.index(PARTIAL) < client.types.index("input_audio_buffer.committed")
 
-    run(body, session(detection={"type": "server_vad", "interrupt_response": False}))
-
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_nobody_gets_them_who_has_not_asked_nor_of_a_busy_engine(
-    run: Run, wanted: bool, monkeypatch: pytest.MonkeyPatch
+async def test_nobody_gets_them_who_has_not_asked_nor_of_a_busy_engine(
+    talk: Any, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(EngineHost, "spare", lambda self: not wanted)
-
-    async def body(client: Client) -> None:
+    async with talk(session(wanted)) as client:
         await speak(client)
         await client.send("input_audio_buffer.commit")
         await client.ask()
         assert not told(client) and (wanted or client.session.transcripts._session is None)
 
-    run(body, session(wanted))
 
-
-def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_does_not_wait_for_one_that_is_under_way(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     began, left = asyncio.Event(), list[float]()
 
     async def slow(self: Transcripts, *given: Any) -> str:
@@ -121,8 +110,7 @@ def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch
         return "late"
 
     monkeypatch.setattr(Transcripts, "_partial", slow)
-
-    async def body(client: Client) -> None:
+    async with talk(session()) as client:
         await speak(client)
         await asyncio.wait_for(began.wait(), 10)
         start = time.monotonic()
@@ -131,11 +119,9 @@ def test_an_answer_does_not_wait_for_one_that_is_under_way(run: Run, monkeypatch
         assert left and left[0] - start < 0.5 and time.monotonic() - start < 10
         assert not told(client)
 
-    run(body, session())
 
-
-def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
-    async def body(client: Client) -> None:
+async def test_what_is_cleared_is_understood_no_more(talk: Any) -> None:
+    async with talk(session()) as client:
         await speak_until_understood(client)
         first = told(client)[0]["item_id"]
         await client.send("input_audio_buffer.clear")
@@ -143,10 +129,8 @@ def test_what_is_cleared_is_understood_no_more(run: Run) -> None:
         await speak_until_understood(client, 1)
         assert {event["item_id"] for event in told(client)[count:]}.isdisjoint({first})
 
-    run(body, session())
 
-
-def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(talk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hearing, "CHARACTERS", 0)
     asked: list[str] = []
     text = Transcripts._partial
@@ -156,12 +140,9 @@ def test_a_model_that_writes_without_end_is_stopped_and_tells_nothing(run: Run, 
         return asked[-1]
 
     monkeypatch.setattr(Transcripts, "_partial", watched)
-
-    async def body(client: Client) -> None:
+    async with talk(session()) as client:
         for number in range(25):
             await speak(client, 1.0, number)
             if len(asked) > 1:
                 break
         assert asked[:2] == ["", ""] and not told(client)
-
-    run(body, session())

@@ -65,44 +65,36 @@ def test_a_killed_engine_is_told_started_again_and_the_conversation_goes_on(runn
     assert asyncio.run(body(kill=True)) == asyncio.run(body(kill=False))
 
 
-def test_sigterm_lets_answers_end_and_refuses_new_sessions(running: Any) -> None:
+async def test_sigterm_lets_answers_end_and_refuses_new_sessions(running: Any) -> None:
     place, process = running
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            await ask(ws, 1)
-            await event(ws, "response.output_audio.delta")
-            began = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            answers(f"http://{place}/ready", 503, 5)
-            async with opened(place) as other:
-                events, code = await closed(other)
-                assert events[0]["error"]["code"] == "server_shutting_down" and code == 1013
-            done = await event(ws, "response.done")
-            assert done["response"]["status"] in ("completed", "incomplete")
-            events, code = await closed(ws)
-            assert events[-1]["error"]["code"] == "server_shutting_down" and code == 1012
-            assert 1.5 < time.monotonic() - began < 15
-
-    asyncio.run(body())
+    async with opened(place) as ws:
+        await ask(ws, 1)
+        await event(ws, "response.output_audio.delta")
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        answers(f"http://{place}/ready", 503, 5)
+        async with opened(place) as other:
+            events, code = await closed(other)
+            assert events[0]["error"]["code"] == "server_shutting_down" and code == 1013
+        done = await event(ws, "response.done")
+        assert done["response"]["status"] in ("completed", "incomplete")
+        events, code = await closed(ws)
+        assert events[-1]["error"]["code"] == "server_shutting_down" and code == 1012
+        assert 1.5 < time.monotonic() - began < 15
     assert process.wait(20) in (0, 143)
     assert "Traceback" not in process.stderr.read()
 
 
-def test_two_signals_end_it_at_once_and_its_engine_with_it(running: Any) -> None:
+async def test_two_signals_end_it_at_once_and_its_engine_with_it(running: Any) -> None:
     place, process = running
     children = psutil.Process(process.pid).children()
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            await ask(ws, 1)
-            await event(ws, "response.output_audio.delta")
-            process.send_signal(signal.SIGINT)
-            answers(f"http://{place}/ready", 503, 5)
-            process.send_signal(signal.SIGINT)
-            await closed(ws)
-
-    asyncio.run(body())
+    async with opened(place) as ws:
+        await ask(ws, 1)
+        await event(ws, "response.output_audio.delta")
+        process.send_signal(signal.SIGINT)
+        answers(f"http://{place}/ready", 503, 5)
+        process.send_signal(signal.SIGINT)
+        await closed(ws)
     process.wait(10)
     psutil.wait_procs(children, 10)
     assert not any(child.is_running() for child in children)

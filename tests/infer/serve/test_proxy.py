@@ -79,37 +79,33 @@ def sessions_of(port: str) -> int:
     return sum(int(float(count)) for count in re.findall(r"omni_sessions\{.*\} (\S+)", page))
 
 
-def test_sessions_stay_overflow_goes_on_and_a_killed_server_takes_only_its_own(behind: Any) -> None:
+async def test_sessions_stay_overflow_goes_on_and_a_killed_server_takes_only_its_own(behind: Any) -> None:
     place, servers = behind
     one, two = servers
-
-    async def body() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            sockets = [await stack.enter_async_context(opened(place, KEY)) for _ in range(2)]
-            assert [sessions_of(one), sessions_of(two)] == [1, 1]
-            assert all([await talks(ws) for ws in sockets])
-            sockets += [await stack.enter_async_context(opened(place, KEY)) for _ in range(2)]
-            assert [sessions_of(one), sessions_of(two)] == [2, 2]
-            answers(f"http://127.0.0.1:{one}/ready", 503, 5)
-            await asyncio.sleep(1.2)  # until the proxy has seen that both are full
-            with pytest.raises(Exception):  # noqa: B017 - the proxy's own 503
-                async with opened(place, KEY):
-                    pass
-            async with opened(f"127.0.0.1:{two}", KEY) as ws:  # one that came meanwhile
-                events, code = await closed(ws)
-                assert events[0]["error"]["code"] == "session_limit_reached" and code == 1013
-            os.kill(servers[one].pid, signal.SIGKILL)
-            servers[one].wait()
-            lost = 0
-            for ws in sockets:
-                try:
-                    assert await talks(ws)
-                except Exception:
-                    lost += 1
-            assert lost == 2 and sessions_of(two) == 2
-        answers(f"http://{place}/ready", 200, 10)  # those of the other have gone, and left room
-        async with opened(place, KEY) as ws:
-            assert await talks(ws)
-        assert sessions_of(two) <= 1
-
-    asyncio.run(body())
+    async with contextlib.AsyncExitStack() as stack:
+        sockets = [await stack.enter_async_context(opened(place, KEY)) for _ in range(2)]
+        assert [sessions_of(one), sessions_of(two)] == [1, 1]
+        assert all([await talks(ws) for ws in sockets])
+        sockets += [await stack.enter_async_context(opened(place, KEY)) for _ in range(2)]
+        assert [sessions_of(one), sessions_of(two)] == [2, 2]
+        answers(f"http://127.0.0.1:{one}/ready", 503, 5)
+        await asyncio.sleep(1.2)  # until the proxy has seen that both are full
+        with pytest.raises(Exception):  # noqa: B017 - the proxy's own 503
+            async with opened(place, KEY):
+                pass
+        async with opened(f"127.0.0.1:{two}", KEY) as ws:  # one that came meanwhile
+            events, code = await closed(ws)
+            assert events[0]["error"]["code"] == "session_limit_reached" and code == 1013
+        os.kill(servers[one].pid, signal.SIGKILL)
+        servers[one].wait()
+        lost = 0
+        for ws in sockets:
+            try:
+                assert await talks(ws)
+            except Exception:
+                lost += 1
+        assert lost == 2 and sessions_of(two) == 2
+    answers(f"http://{place}/ready", 200, 10)  # those of the other have gone, and left room
+    async with opened(place, KEY) as ws:
+        assert await talks(ws)
+    assert sessions_of(two) <= 1

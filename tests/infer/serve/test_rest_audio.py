@@ -29,7 +29,7 @@ from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk
 from omni.generate.speech_lm import SpeechLM
 from tests.infer.serve.conftest import noise
-from tests.infer.serve.test_rest_jobs import app, error_of, nothing_left, post, use
+from tests.infer.serve.test_rest_jobs import app, connected, error_of, nothing_left, post, use
 from tests.sounds import by_ffmpeg
 from tests.sounds import encoded as sound_file
 
@@ -70,16 +70,13 @@ def read(data: bytes, form: str) -> np.ndarray:
     return samples
 
 
-# --- transcriptions ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
-def test_a_transcription_is_the_models(app: FastAPI, lm: SpeechLM, form: str) -> None:
+async def test_a_transcription_is_the_models(app: FastAPI, lm: SpeechLM, form: str) -> None:
     data = wav(form=form)
     text = lm.generate(data, "A1T1", **OPTIONS).text.strip()
-
-    async def body(client: openai.AsyncOpenAI) -> None:
+    assert text
+    async with connected(app) as client:
         create: Any = client.audio.transcriptions.create
         found = await create(model="whisper-1", file=(f"a.{form}", data), language="en", prompt="names")
         assert found.text == text and abs(found.usage.seconds - 0.6) < 0.1 and found.usage.type == "duration"
@@ -93,9 +90,6 @@ def test_a_transcription_is_the_models(app: FastAPI, lm: SpeechLM, form: str) ->
             assert events[-1].usage.seconds == 0.6
             drawn = await create(model="x", file=data, temperature=1.0)
             assert drawn.text == lm.generate(data, "A1T1", temperature=1.0, **OPTIONS).text.strip() != text
-
-    assert text
-    use(app, body)
 
 
 def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
@@ -124,21 +118,17 @@ def test_transcriptions_that_cannot_be(app: FastAPI) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "codec"), [("ipod", "aac"), ("mp4", "aac"), ("webm", "libopus"), ("adts", "aac")])
-def test_what_browsers_and_telephones_record_is_transcribed(app: FastAPI, lm: SpeechLM, form: str, codec: str) -> None:
+async def test_what_browsers_and_telephones_record_is_transcribed(app: FastAPI, lm: SpeechLM, form: str, codec: str) -> None:
     data = by_ffmpeg(noise(0.6, 0, 48_000), form, codec, 48_000)
     text = lm.generate(data, "A1T1", **OPTIONS).text.strip()
-
-    async def body(client: openai.AsyncOpenAI) -> None:
+    assert text
+    async with connected(app) as client:
         assert (await client.audio.transcriptions.create(model="x", file=(f"a.{form}", data))).text == text
 
-    assert text
-    use(app, body)
 
-
-def test_nothing_is_transcribed_where_nobody_speaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_transcribed_where_nobody_speaks(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.serve.rest.audio.SPEECH", SPEECH)
-
-    async def body(client: openai.AsyncOpenAI) -> None:
+    async with connected(app) as client:
         create: Any = client.audio.transcriptions.create
         for samples in (np.zeros(32_000), np.random.default_rng(0).normal(0, 0.05, 32_000)):
             data = sound_file(samples)
@@ -146,10 +136,8 @@ def test_nothing_is_transcribed_where_nobody_speaks(app: FastAPI, monkeypatch: p
             events = [event async for event in await create(model="x", file=data, stream=True)]
             assert [(event.type, event.text) for event in events] == [("transcript.text.done", "")]
 
-    use(app, body)
 
-
-def test_two_sounds_are_decoded_at_once(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_two_sounds_are_decoded_at_once(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     running, most = [], []
 
     def slow(*arguments: Any) -> Any:
@@ -160,29 +148,20 @@ def test_two_sounds_are_decoded_at_once(app: FastAPI, monkeypatch: pytest.Monkey
         return decoded(*arguments)
 
     monkeypatch.setattr("infer.serve.rest.audio.decoded", slow)
-
-    async def body(client: openai.AsyncOpenAI) -> None:
+    async with connected(app) as client:
         create: Any = client.audio.transcriptions.create
         await asyncio.gather(*(create(model="x", file=wav()) for _ in range(8)))
-
-    use(app, body)
     assert len(most) == 8 and max(most) == 2
 
 
-def test_a_file_that_unfolds_is_refused_before_it_is_decoded(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_unfolds_is_refused_before_it_is_decoded(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.BytesIO()
     soundfile.write(out, np.zeros(1000 * 16_000, np.int16), 16_000, format="FLAC")
     assert len(out.getvalue()) < 60_000
     monkeypatch.setattr("omni.audio.io._decode", lambda *args: pytest.fail("it was decoded"))
-
-    async def body(client: openai.AsyncOpenAI) -> None:
+    async with connected(app) as client:
         with pytest.raises(openai.BadRequestError, match="lasts 1000"):
             await client.audio.transcriptions.create(model="any", file=("a.flac", out.getvalue()))
-
-    use(app, body)
-
-
-# --- speech -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)

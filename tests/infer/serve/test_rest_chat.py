@@ -51,9 +51,6 @@ def complete(app: FastAPI, messages: list[Any], key: str = "none", **options: An
     return use(app, body, key)
 
 
-# --- one question -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.9, "top_p": 0.5, "seed": -3}], ids=str
@@ -111,9 +108,6 @@ def test_an_answer_ends_where_it_is_told_to(app: FastAPI, lm: SpeechLM) -> None:
     assert spoken.usage.completion_tokens_details.audio_tokens < 10 and spoken.choices[0].finish_reason == "length"
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_stream_of_text(app: FastAPI) -> None:
     whole = complete(app, [text_of(TEXT)])
     chunks = complete(app, [text_of(TEXT)], stream=True, stream_options={"include_usage": True})
@@ -137,9 +131,6 @@ def test_a_stream_of_text_and_sound(app: FastAPI) -> None:
     assert complete(app, again).choices[0].message.content is not None
     response = post(app, CHAT, {"messages": [text_of(TEXT)], "stream": True})
     assert response.text.endswith("data: [DONE]\n\n") and response.headers["content-type"].startswith("text/event-stream")
-
-
-# --- conversations ----------------------------------------------------------------------------------------------------
 
 
 def test_written_turns_before_the_question(app: FastAPI, lm: SpeechLM) -> None:
@@ -237,9 +228,6 @@ def test_system_messages_where_the_server_uses_them(
     found = complete(following, messages)
     assert found.choices[0].message.content == told
     assert found.usage.prompt_tokens == len(lm.tokenizer.encode("be\nbrief" + TEXT))
-
-
-# --- requests that cannot be ------------------------------------------------------------------------------------------
 
 
 def text_part(text: str) -> list[Any]:

@@ -18,23 +18,30 @@ from infer.serve.rest.jobs import Job
 from infer.serve.settings import ServeSettings
 from omni.generate.results import AudioChunk, Ended, TextDelta, Timings
 from tests.infer.serve.caller import LocalEngine
-from tests.infer.serve.test_rest_jobs import CHAT, KEYS, QUESTION, app, connect, error_of, guarded, nothing_left, post, use
+from tests.infer.serve.test_rest_jobs import (
+    CHAT,
+    KEYS,
+    QUESTION,
+    app,
+    connect,
+    connected,
+    error_of,
+    guarded,
+    nothing_left,
+    post,
+    use,
+)
 
 __all__ = ["app", "guarded", "nothing_left"]
 
 
-# --- models, paths ----------------------------------------------------------------------------------------------------
-
-
-def test_the_model_is_listed_and_others_are_not_found(app: FastAPI) -> None:
-    async def body(client: openai.AsyncOpenAI) -> None:
+async def test_the_model_is_listed_and_others_are_not_found(app: FastAPI) -> None:
+    async with connected(app) as client:
         assert [model.id async for model in await client.models.list()] == ["tiny"]
         assert (await client.models.retrieve("tiny")).owned_by == "omni"
         with pytest.raises(openai.NotFoundError) as caught:
             await client.models.retrieve("of/another")
         assert caught.value.code == "model_not_found" and caught.value.param == "model"
-
-    use(app, body)
 
 
 def test_unknown_paths_and_methods_in_the_same_form(app: FastAPI) -> None:
@@ -42,12 +49,10 @@ def test_unknown_paths_and_methods_in_the_same_form(app: FastAPI) -> None:
     assert error_of(post(app, "/v1/models", {}), 405)["type"] == "invalid_request_error"
 
 
-def test_heads_are_answered(app: FastAPI) -> None:
-    async def body(client: openai.AsyncOpenAI) -> None:
+async def test_heads_are_answered(app: FastAPI) -> None:
+    async with connected(app) as client:
         for path in ("/", "/health", "/ready"):
             assert (await client._client.head(f"http://localhost{path}")).status_code == 200
-
-    use(app, body)
 
 
 METRICS: list[tuple[dict[str, str], int]] = [
@@ -81,9 +86,6 @@ def test_a_websocket_elsewhere_is_told_where_to_connect(app: FastAPI, path: str,
         assert sent[0]["status"] == 404 and b"connect to /v1/realtime" in sent[1]["body"]
     else:
         assert sent == [{"type": "websocket.close", "code": 1008, "reason": "connect to /v1/realtime"}]
-
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_engine(settings: ServeSettings, host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +164,6 @@ def test_a_body_that_is_no_request_is_told_with_its_place(app: FastAPI, given: b
 
 def test_a_number_without_end_is_no_list_of_messages(app: FastAPI) -> None:
     assert error_of(post(app, CHAT, b'{"messages": 1e4000}'), 400)["type"] == "invalid_request_error"
-
-
-# --- client secrets ---------------------------------------------------------------------------------------------------
 
 
 def test_a_client_secret_begins_sessions_and_makes_no_other(guarded: FastAPI) -> None:

@@ -19,18 +19,24 @@ from infer.serve.host import EngineHost
 from infer.serve.rest.jobs import Job
 from infer.serve.serve import drain
 from infer.serve.settings import ServerLimits, ServeSettings
+from tests.soon import soon
 
 KEYS = ("the-first-key-of-two", "the-other-key-of-two")
 CHAT = "/v1/chat/completions"
 QUESTION = {"messages": [{"role": "user", "content": "hello"}]}
 
 
+def connected(app: FastAPI, key: str = "none") -> openai.AsyncOpenAI:
+    """OpenAI's own client, which reaches the application without a socket."""
+    over = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False))
+    return openai.AsyncOpenAI(api_key=key, base_url="http://localhost/v1", http_client=over, max_retries=0)
+
+
 def use(app: FastAPI, body: Callable[[Any], Awaitable[Any]], key: str = "none") -> Any:
-    """Run a coroutine function with OpenAI's own client, which reaches the application without a socket."""
+    """Run a coroutine function with that client."""
 
     async def run() -> Any:
-        over = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False))
-        async with openai.AsyncOpenAI(api_key=key, base_url="http://localhost/v1", http_client=over, max_retries=0) as client:
+        async with connected(app, key) as client:
             return await asyncio.wait_for(body(client), 30)
 
     return asyncio.run(run())
@@ -56,14 +62,6 @@ def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
     return told["error"]
 
 
-def soon(done: Callable[[], bool], seconds: float = 5.0) -> bool:
-    """Whether something comes true in time."""
-    until = time.monotonic() + seconds
-    while not done() and time.monotonic() < until:
-        time.sleep(0.005)
-    return done()
-
-
 @pytest.fixture(scope="module")
 def app(host: EngineHost, settings: ServeSettings) -> FastAPI:
     return create_app(host, settings)
@@ -82,9 +80,6 @@ def nothing_left(host: EngineHost) -> Iterator[None]:
 
 def limited(host: EngineHost, settings: ServeSettings, keys: tuple[str, ...] = (), **limits: Any) -> FastAPI:
     return create_app(host, replace(settings, limits=ServerLimits(**limits)), keys)
-
-
-# --- who is let in ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/realtime/client_secrets"])
@@ -111,9 +106,6 @@ def test_sound_counts_for_its_key(host: EngineHost, settings: ServeSettings, mon
     use(small, lambda client: client.audio.transcriptions.create(model="any", file=("a.wav", wav(3.0))), KEYS[1])
 
 
-# --- how many at once -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Before which every request waits for its answer."""
@@ -127,10 +119,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     return gate
 
 
-def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettings, gate: asyncio.Event) -> None:
+async def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettings, gate: asyncio.Event) -> None:
     small = limited(host, settings, KEYS, sessions=2, key_sessions=1)
+    async with connected(small) as client:
 
-    async def body(client: openai.AsyncOpenAI) -> None:
         async def one(key: str) -> httpx2.Response:
             headers = {"authorization": f"Bearer {key}"}
             return await client._client.post(f"http://localhost{CHAT}", json=QUESTION, headers=headers)
@@ -150,16 +142,13 @@ def test_no_more_requests_than_the_limit(host: EngineHost, settings: ServeSettin
         assert (await one(KEYS[0])).status_code == 200
         assert (await client._client.get("http://localhost/ready")).status_code == 200
 
-    use(small, body)
 
-
-def test_a_server_that_ends_waits_for_the_answers_under_way_and_takes_nothing_new(
+async def test_a_server_that_ends_waits_for_the_answers_under_way_and_takes_nothing_new(
     host: EngineHost, settings: ServeSettings, gate: asyncio.Event
 ) -> None:
     app = create_app(host, settings)
     server = app.state.server
-
-    async def body(client: openai.AsyncOpenAI) -> None:
+    async with connected(app) as client:
         asked = asyncio.create_task(client._client.post(f"http://localhost{CHAT}", json=QUESTION))
         while not server.answering:
             await asyncio.sleep(0.01)
@@ -171,8 +160,6 @@ def test_a_server_that_ends_waits_for_the_answers_under_way_and_takes_nothing_ne
         gate.set()
         assert (await asked).status_code == 200
         await asyncio.wait_for(ended, 2)
-
-    use(app, body)
 
 
 def test_a_body_that_is_too_large_is_refused_while_it_comes(host: EngineHost, settings: ServeSettings) -> None:
@@ -190,7 +177,7 @@ def test_a_body_that_is_too_large_is_refused_while_it_comes(host: EngineHost, se
     assert error_of(post(small, CHAT, b" " * 1001), 413) == error  # announced
 
 
-def test_bodies_that_do_not_come_take_no_place(
+async def test_bodies_that_do_not_come_take_no_place(
     host: EngineHost, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("infer.serve.rest.jobs.BODY_PAUSE", 0.5)
@@ -200,7 +187,8 @@ def test_bodies_that_do_not_come_take_no_place(
         yield b"{"
         await asyncio.sleep(60)
 
-    async def body(client: openai.AsyncOpenAI) -> None:
+    async with connected(small) as client:
+
         async def one(key: str, **content: Any) -> httpx2.Response:
             headers = {"authorization": f"Bearer {key}"}
             return await client._client.post(f"http://localhost{CHAT}", headers=headers, **content)
@@ -212,11 +200,6 @@ def test_bodies_that_do_not_come_take_no_place(
         for task in held:
             assert "nothing of the body came for 0.5 s" in error_of(await task, 408)["message"]
         assert (await one(KEYS[0], json=QUESTION)).status_code == 200
-
-    use(small, body)
-
-
-# --- clients that go away ---------------------------------------------------------------------------------------------
 
 
 def connect(app: FastAPI, path: str, given: Any, chunks: int) -> tuple[list[dict[str, Any]], BaseException | None]:

@@ -20,15 +20,18 @@ from openai import AsyncOpenAI
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from infer.options import ServeOptions
 from infer.serve.app import create_app
 from infer.serve.host import EngineHost
-from infer.serve.serve import configured
+from infer.serve.serve import configured, settings_of
 from infer.serve.server import Server
 from infer.serve.settings import ServerLimits, ServeSettings
 from infer.serve.telemetry import LOG
+from omni.pretrained import find_model
 from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL, noise, pcm
 from tests.realtime.client import written
+from tests.soon import soon
 
 KEY = "k" * 20
 
@@ -108,75 +111,58 @@ async def closed(ws: Any, seconds: float = 10) -> tuple[list[dict[str, Any]], in
 
 def emptied(server: Server, seconds: float = 5) -> bool:
     """Whether nothing is left of any session."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not server.sessions and not server.keys.sessions and not server.host.stats().sessions:
-            return True
-        time.sleep(0.02)
-    return False
+    return soon(lambda: not (server.sessions or server.keys.sessions or server.host.stats().sessions), seconds)
 
 
-def test_the_stock_client_talks(serve: Any) -> None:
+async def test_the_stock_client_talks(serve: Any) -> None:
     place, server = serve(keys=(KEY,))
-
-    async def body() -> None:
-        client = AsyncOpenAI(base_url=f"http://{place}/v1", api_key=KEY)
-        async with client.realtime.connect(model="omni") as connection:
-            await connection.session.update(session=MANUAL)  # type: ignore[arg-type]
-            await connection.input_audio_buffer.append(audio=pcm(noise(0.5)))
-            await connection.input_audio_buffer.commit()
-            await connection.response.create()
-            sound = 0
-            async for one in connection:
-                assert one.type != "error", one
-                if one.type == "response.output_audio.delta":
-                    sound += len(base64.b64decode(one.delta))
-                if one.type == "response.done":
-                    break
-            assert sound > 24_000
-
-    asyncio.run(body())
+    client = AsyncOpenAI(base_url=f"http://{place}/v1", api_key=KEY)
+    async with client.realtime.connect(model="omni") as connection:
+        await connection.session.update(session=MANUAL)  # type: ignore[arg-type]
+        await connection.input_audio_buffer.append(audio=pcm(noise(0.5)))
+        await connection.input_audio_buffer.commit()
+        await connection.response.create()
+        sound = 0
+        async for one in connection:
+            assert one.type != "error", one
+            if one.type == "response.output_audio.delta":
+                sound += len(base64.b64decode(one.delta))
+            if one.type == "response.done":
+                break
+        assert sound > 24_000
     assert emptied(server)
 
 
-def test_keys_in_header_and_subprotocol(serve: Any) -> None:
+async def test_keys_in_header_and_subprotocol(serve: Any) -> None:
     place, server = serve(keys=(KEY,))
-
-    async def body() -> None:
-        async with opened(place, KEY) as ws:
-            assert json.loads(await ws.recv())["type"] == "session.created"
-        names = ["realtime", f"openai-insecure-api-key.{KEY}", "openai-agents-sdk.0.20.0"]
-        async with opened(place, subprotocols=names) as ws:
-            assert ws.subprotocol == "realtime"
-            assert json.loads(await ws.recv())["type"] == "session.created"
-        for key, code in ((None, "missing_api_key"), ("x" * 20, "invalid_api_key")):
-            async with opened(place, key) as ws:
-                events, number = await closed(ws)
-                assert events[0]["error"]["code"] == code and number == 1008
-        secret, _ = server.keys.make_secret("key-1", {"instructions": "short"}, 60)
-        async with opened(place, secret) as ws:
-            assert json.loads(await ws.recv())["session"]["instructions"] == "short"
-        expired, _ = server.keys.make_secret("key-1", {}, -1)
-        async with opened(place, expired) as ws:
-            assert (await closed(ws))[0][0]["error"]["code"] == "invalid_api_key"
-
-    asyncio.run(body())
+    async with opened(place, KEY) as ws:
+        assert json.loads(await ws.recv())["type"] == "session.created"
+    names = ["realtime", f"openai-insecure-api-key.{KEY}", "openai-agents-sdk.0.20.0"]
+    async with opened(place, subprotocols=names) as ws:
+        assert ws.subprotocol == "realtime"
+        assert json.loads(await ws.recv())["type"] == "session.created"
+    for key, code in ((None, "missing_api_key"), ("x" * 20, "invalid_api_key")):
+        async with opened(place, key) as ws:
+            events, number = await closed(ws)
+            assert events[0]["error"]["code"] == code and number == 1008
+    secret, _ = server.keys.make_secret("key-1", {"instructions": "short"}, 60)
+    async with opened(place, secret) as ws:
+        assert json.loads(await ws.recv())["session"]["instructions"] == "short"
+    expired, _ = server.keys.make_secret("key-1", {}, -1)
+    async with opened(place, expired) as ws:
+        assert (await closed(ws))[0][0]["error"]["code"] == "invalid_api_key"
     assert emptied(server)
 
 
-def test_pages_of_other_origins_and_other_names_are_refused(serve: Any) -> None:
+async def test_pages_of_other_origins_and_other_names_are_refused(serve: Any) -> None:
     place, _ = serve()
-
-    async def body() -> None:
-        assert httpx.get(f"http://{place}/v1/models", headers={"Host": "evil.example"}).status_code == 403
-        for origin in ("http://evil.example", "null"):
-            async with connect(f"ws://{place}/v1/realtime", additional_headers={"Origin": origin}) as ws:
-                events, code = await closed(ws)
-                assert events[0]["error"]["code"] == "invalid_origin" and code == 1008
-        async with connect(f"ws://{place}/v1/realtime", origin=f"http://{place}") as ws:  # type: ignore[arg-type]
-            assert json.loads(await ws.recv())["type"] == "session.created"
-
-    asyncio.run(body())
+    assert httpx.get(f"http://{place}/v1/models", headers={"Host": "evil.example"}).status_code == 403
+    for origin in ("http://evil.example", "null"):
+        async with connect(f"ws://{place}/v1/realtime", additional_headers={"Origin": origin}) as ws:
+            events, code = await closed(ws)
+            assert events[0]["error"]["code"] == "invalid_origin" and code == 1008
+    async with connect(f"ws://{place}/v1/realtime", origin=f"http://{place}") as ws:  # type: ignore[arg-type]
+        assert json.loads(await ws.recv())["type"] == "session.created"
 
 
 def test_pages_of_named_origins_may_call(serve: Any) -> None:
@@ -190,20 +176,16 @@ def test_pages_of_named_origins_may_call(serve: Any) -> None:
     assert answer.status_code == 400 and answer.headers["access-control-expose-headers"] == "Location"
 
 
-def test_a_full_server_sends_the_overflow_on(serve: Any) -> None:
+async def test_a_full_server_sends_the_overflow_on(serve: Any) -> None:
     place, server = serve(sessions=2)
-
-    async def body() -> None:
-        async with opened(place), opened(place):
-            assert httpx.get(f"http://{place}/ready").status_code == 503
-            async with opened(place) as ws:
-                events, code = await closed(ws)
-                assert [one["error"]["code"] for one in events] == ["session_limit_reached"] and code == 1013
-        assert emptied(server)
-        found = httpx.get(f"http://{place}/ready")
-        assert found.status_code == 200 and found.json() == {"ready": True, "reasons": []}
-
-    asyncio.run(body())
+    async with opened(place), opened(place):
+        assert httpx.get(f"http://{place}/ready").status_code == 503
+        async with opened(place) as ws:
+            events, code = await closed(ws)
+            assert [one["error"]["code"] for one in events] == ["session_limit_reached"] and code == 1013
+    assert emptied(server)
+    found = httpx.get(f"http://{place}/ready")
+    assert found.status_code == 200 and found.json() == {"ready": True, "reasons": []}
 
 
 LIMITS = {
@@ -217,44 +199,36 @@ LIMITS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LIMITS)
-def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_limits_end_a_session_with_the_protocols_codes(serve: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infer.serve.bounds.LOOK", 0.2)
     limits, error_code, close_code = LIMITS[name]
     place, server = serve(**limits)
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            if name != "idle":
-                sound = {"type": "input_audio_buffer.append", "audio": pcm(noise(0.5))}
-                for _ in range(10):
-                    await ws.send(json.dumps(sound))
-            events, code = await closed(ws)
-            assert events[-1]["error"]["code"] == error_code and code == close_code
-
-    asyncio.run(body())
+    async with opened(place) as ws:
+        if name != "idle":
+            sound = {"type": "input_audio_buffer.append", "audio": pcm(noise(0.5))}
+            for _ in range(10):
+                await ws.send(json.dumps(sound))
+        events, code = await closed(ws)
+        assert events[-1]["error"]["code"] == error_code and code == close_code
     assert emptied(server)
 
 
 @pytest.mark.long
-def test_a_client_that_does_not_read_is_closed_and_others_are_not(serve: Any) -> None:
+async def test_a_client_that_does_not_read_is_closed_and_others_are_not(serve: Any) -> None:
     place, server = serve(unread_bytes=200_000)
-
-    async def body() -> None:
-        async with opened(place) as other, opened(place) as ws:
-            await ws.recv()
-            ws.transport.pause_reading()
-            with contextlib.suppress(ConnectionClosed):
-                for _ in range(200):
-                    await send(ws, "conversation.item.create", item=written("x" * 90_000))
-            until = time.monotonic() + 5
-            while len(server.sessions) > 1 and time.monotonic() < until:
-                await asyncio.sleep(0.05)
-            assert len(server.sessions) == 1
-            await send(other, "input_audio_buffer.clear")
-            await event(other, "input_audio_buffer.cleared")
-            ws.transport.abort()
-
-    asyncio.run(body())
+    async with opened(place) as other, opened(place) as ws:
+        await ws.recv()
+        ws.transport.pause_reading()
+        with contextlib.suppress(ConnectionClosed):
+            for _ in range(200):
+                await send(ws, "conversation.item.create", item=written("x" * 90_000))
+        until = time.monotonic() + 5
+        while len(server.sessions) > 1 and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        assert len(server.sessions) == 1
+        await send(other, "input_audio_buffer.clear")
+        await event(other, "input_audio_buffer.cleared")
+        ws.transport.abort()
     assert emptied(server)
 
 
@@ -266,10 +240,13 @@ def test_health_metrics_and_headers(serve: Any) -> None:
     for name in ("omni_sessions", "omni_engine_waiting", "omni_engine_lateness_p99_seconds", "omni_first_audio_seconds_bucket"):
         assert name in page
     settings = httpx.get(f"http://{place}/page/config.json").json()
-    assert settings["needs_key"] is True and settings["voices"] == ["default"]
+    assert settings["needs_key"] is True and settings["voices"] == ["default"] and not settings["is_shipped"]
+    assert settings_of(find_model("nano"), ServeOptions()).is_shipped  # whose page tells what it hears
 
 
-def test_a_crash_of_the_engine_is_told_and_another_is_started(serve: Any, lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_crash_of_the_engine_is_told_and_another_is_started(
+    serve: Any, lm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, started, failures = list[LocalEngine](), threading.Event(), list[str]()
     monkeypatch.setattr(LOG, "exception", failures.append)
 
@@ -280,21 +257,17 @@ def test_a_crash_of_the_engine_is_told_and_another_is_started(serve: Any, lm: An
 
     engine = EngineHost(start)
     place, _ = serve(engine=engine)
-
-    async def body() -> None:
-        async with opened(place) as ws:
-            made[0].alive = False
-            told = await event(ws, "error")
-            assert told["error"]["code"] == "server_error" and "started again" in told["error"]["message"]
-            async with opened(place) as new:  # while it starts, clients are told to come again
-                events, code = await closed(new)
-                assert events[0]["error"]["code"] == "engine_lost" and code == 1013
-            found = await asyncio.to_thread(httpx.get, f"http://{place}/page/config.json")
-            assert found.status_code == 503 and found.json()["error"]["code"] == "engine_lost"
-            started.set()
-            while not engine.alive:
-                await asyncio.sleep(0.02)
-            assert (await answer(ws))["status"] in ("completed", "incomplete")
-        assert engine.restarts == 1 and len(made) == 2 and not failures
-
-    asyncio.run(body())
+    async with opened(place) as ws:
+        made[0].alive = False
+        told = await event(ws, "error")
+        assert told["error"]["code"] == "server_error" and "started again" in told["error"]["message"]
+        async with opened(place) as new:  # while it starts, clients are told to come again
+            events, code = await closed(new)
+            assert events[0]["error"]["code"] == "engine_lost" and code == 1013
+        found = await asyncio.to_thread(httpx.get, f"http://{place}/page/config.json")
+        assert found.status_code == 503 and found.json()["error"]["code"] == "engine_lost"
+        started.set()
+        while not engine.alive:
+            await asyncio.sleep(0.02)
+        assert (await answer(ws))["status"] in ("completed", "incomplete")
+    assert engine.restarts == 1 and len(made) == 2 and not failures

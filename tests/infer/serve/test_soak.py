@@ -14,7 +14,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from infer.serve.realtime.protocol import TYPES
-from tests.infer.serve.conftest import MANUAL, Client, noise, pcm
+from tests.infer.serve.conftest import MANUAL, noise, pcm
 from tests.infer.serve.test_server import answer, ask, emptied, event, opened, send, serve
 from tests.realtime.client import written
 
@@ -64,11 +64,9 @@ def odd_event(chance: random.Random) -> str | bytes:
     return text
 
 
-def fuzz(talk: Any, count: int, seed: int) -> None:
-    chance = random.Random(seed)
-
-    async def body(client: Client) -> None:
-        errors = 0
+async def fuzz(talk: Any, count: int, seed: int) -> None:
+    chance, errors = random.Random(seed), 0
+    async with talk() as client:
         for number in range(count):
             before = len(client.events)
             await client.session.handle(odd_event(chance))
@@ -87,17 +85,15 @@ def fuzz(talk: Any, count: int, seed: int) -> None:
         done = await client.ask("still there?", conversation="none", input=[written("still there?")])
         assert done["status"] in ("completed", "incomplete"), done
 
-    talk(body)
 
-
-def test_malformed_events_are_told_and_end_nothing(talk: Any) -> None:
-    fuzz(talk, 1500, 0)
+async def test_malformed_events_are_told_and_end_nothing(talk: Any) -> None:
+    await fuzz(talk, 1500, 0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(1, 11))
-def test_a_hundred_thousand_malformed_events(talk: Any, seed: int) -> None:
-    fuzz(talk, 10_000, seed)
+async def test_a_hundred_thousand_malformed_events(talk: Any, seed: int) -> None:
+    await fuzz(talk, 10_000, seed)
 
 
 async def misuse(place: str, chance: random.Random) -> None:
@@ -127,50 +123,42 @@ async def misuse(place: str, chance: random.Random) -> None:
 
 
 @pytest.mark.long
-def test_ten_thousand_sockets_that_go_away_leave_nothing(serve: Any) -> None:
+async def test_ten_thousand_sockets_that_go_away_leave_nothing(serve: Any) -> None:
     count, together = 10_000, 20
     place, server = serve(sessions=200, key_sessions=200, key_events=10**9)
     process = psutil.Process()
     sizes: list[int] = []
-
-    async def body() -> None:
-        async with opened(place) as witness:  # goes on talking all the time
-            chance, started = random.Random(0), 0
-            while started < count:
-                await asyncio.gather(*(misuse(place, chance) for _ in range(together)))
-                started += together
-                if started % (count // 5) < together:
-                    assert (await answer(witness, seconds=0.2))["status"] in ("completed", "incomplete")
-                    sizes.append(process.memory_info().rss)
-
-    asyncio.run(body())
+    async with opened(place) as witness:  # goes on talking all the time
+        chance, started = random.Random(0), 0
+        while started < count:
+            await asyncio.gather(*(misuse(place, chance) for _ in range(together)))
+            started += together
+            if started % (count // 5) < together:
+                assert (await answer(witness, seconds=0.2))["status"] in ("completed", "incomplete")
+                sizes.append(process.memory_info().rss)
     assert emptied(server, 20)
     assert server.host.stats().active == 0
     assert sizes[-1] < 1.05 * sizes[1], [size >> 20 for size in sizes]
 
 
 @pytest.mark.long
-def test_a_thousand_idle_sockets_and_large_appends_leave_the_others_their_time(serve: Any) -> None:
+async def test_a_thousand_idle_sockets_and_large_appends_leave_the_others_their_time(serve: Any) -> None:
     place, server = serve(sessions=1100, key_sessions=1100, session_bytes=10**9)
     process = psutil.Process()
-
-    async def body() -> None:
-        idle = await asyncio.gather(*(connect(f"ws://{place}/v1/realtime", compression=None) for _ in range(1000)))
-        before = process.memory_info().rss
-        large = json.dumps({"type": "input_audio_buffer.append", "audio": "A" * (20 * 2**20)})  # 15 MiB of sound
-        async with opened(place) as ws, opened(place, max_size=None) as other:
-            for _ in range(5):
-                await other.send(large)
-                error = await event(other, "error")
-                assert error["error"]["code"] in ("input_audio_buffer_full", "string_above_max_length")
-                began = time.monotonic()
-                await ask(ws, seconds=0.2)
-                await event(ws, "response.output_audio.delta")
-                assert time.monotonic() - began < 1
-                await event(ws, "response.done")
-        assert process.memory_info().rss - before < 400 * 2**20
-        assert server.metrics.registry.get_sample_value("omni_sent_underruns_total") == 0
-        await asyncio.gather(*(one.close() for one in idle))
-
-    asyncio.run(body())
+    idle = await asyncio.gather(*(connect(f"ws://{place}/v1/realtime", compression=None) for _ in range(1000)))
+    before = process.memory_info().rss
+    large = json.dumps({"type": "input_audio_buffer.append", "audio": "A" * (20 * 2**20)})  # 15 MiB of sound
+    async with opened(place) as ws, opened(place, max_size=None) as other:
+        for _ in range(5):
+            await other.send(large)
+            error = await event(other, "error")
+            assert error["error"]["code"] in ("input_audio_buffer_full", "string_above_max_length")
+            began = time.monotonic()
+            await ask(ws, seconds=0.2)
+            await event(ws, "response.output_audio.delta")
+            assert time.monotonic() - began < 1
+            await event(ws, "response.done")
+    assert process.memory_info().rss - before < 400 * 2**20
+    assert server.metrics.registry.get_sample_value("omni_sent_underruns_total") == 0
+    await asyncio.gather(*(one.close() for one in idle))
     assert emptied(server, 30)

@@ -24,6 +24,7 @@ from tests.infer.conftest import turn_model
 from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import Client, pcm, with_client
 from tests.infer.turns.test_turns import at24, say
+from tests.soon import soon
 
 
 def decided(settings: Any, said: bool | None) -> float:
@@ -121,9 +122,8 @@ def test_the_session_knows_what_the_head_says_of_the_sound(host: EngineHost, set
     def body(client: Client) -> None:
         turn = client.session.hearing._turn
         assert turn is not None and turn.listening is not None
-        stream, end = inside(turn.listening.session)._hears, time.monotonic() + 10
-        while stream.due and time.monotonic() < end:
-            time.sleep(0.01)
+        stream = inside(turn.listening.session)._hears
+        soon(lambda: not stream.due)
         time.sleep(0.05)
         heard = torch.cat([stream.sound, stream._peeked])
         assert len(heard) / 16_000 > client.session.hearing.buffer.end - client.session.hearing._first - 0.15

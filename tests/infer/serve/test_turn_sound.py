@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +25,7 @@ from tests.infer.conftest import TINY, tiny_model
 from tests.infer.serve.caller import LocalEngine
 from tests.infer.serve.conftest import MANUAL, Client, deltas, noise, sound_of, with_client
 from tests.infer.serve.test_turns import append, at24, say
+from tests.soon import soon
 
 Body = Callable[[Client], Coroutine[Any, Any, Any]]
 VAD = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad", "interrupt_response": False}}}}
@@ -41,9 +41,14 @@ def chunked() -> SpeechLM:
 
 
 @pytest.fixture
-def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., Any]]:
+def host(chunked: SpeechLM) -> Iterator[EngineHost]:
     host = EngineHost(lambda: LocalEngine(chunked))
+    yield host
+    assert host.stats().sessions == 0 and not chunked.engine.requests.listening()
 
+
+@pytest.fixture
+def run(host: EngineHost, settings: ServeSettings) -> Callable[..., Any]:
     def run(body: Body, given: dict[str, Any] = MANUAL) -> list[Any]:
         async def whole(client: Client) -> list[Any]:
             await body(client)
@@ -53,8 +58,7 @@ def run(chunked: SpeechLM, settings: ServeSettings) -> Iterator[Callable[..., An
         found: list[Any] = with_client(whole, host, settings, given)
         return found
 
-    yield run
-    assert host.stats().sessions == 0 and not chunked.engine.requests.listening()
+    return run
 
 
 @pytest.fixture
@@ -162,9 +166,7 @@ def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[f
     def watched(self: Listening, *values: Any) -> Any:
         stream = inside(self.session).stream(self._sound)
         assert isinstance(stream, FeatureStream)
-        limit = time.monotonic() + 5
-        while stream.due and time.monotonic() < limit:
-            time.sleep(0.001)
+        soon(lambda: not stream.due, 5)
         lacking.append(len(stream._waiting))
         return end(self, *values)
 
@@ -177,15 +179,13 @@ def test_found_turns_are_heard_before_they_are_committed(run: Any, asked: list[f
 
 
 @pytest.mark.long
-def test_a_turn_that_interrupts_is_heard_too(run: Any, asked: list[float]) -> None:
-    async def body(client: Client) -> None:
+async def test_a_turn_that_interrupts_is_heard_too(talk: Any, asked: list[float]) -> None:
+    given = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
+    async with talk(given) as client:
         for text in ("what is two plus three", "where is the cat"):
             since = len(client.events)
             await append(client, at24(say(text)))
             await client.until("response.done", since)
-
-    given = {"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad"}}}}
-    run(body, given)
     assert len(asked) == 2
 
 

@@ -21,10 +21,9 @@ async def append(client: Client, sound: np.ndarray) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["server_vad", "semantic_vad"])
-def test_a_spoken_turn_is_found_committed_and_answered(talk: Any, kind: str) -> None:
+async def test_a_spoken_turn_is_found_committed_and_answered(talk: Any, kind: str) -> None:
     sound = at24(say("what is two plus three"))
-
-    async def body(client: Client) -> None:
+    async with talk(given={"type": "realtime", "audio": {"input": {"turn_detection": {"type": kind}}}}) as client:
         await append(client, sound)
         await client.until("response.done")
         kinds = [k for k in client.types if k.startswith("input_audio") or k == "response.created"]
@@ -41,26 +40,20 @@ def test_a_spoken_turn_is_found_committed_and_answered(talk: Any, kind: str) -> 
         heard = (events[1]["audio_end_ms"] - events[0]["audio_start_ms"]) / 1000
         assert item.seconds == pytest.approx(heard - 0.3 + 2 * 0.1, abs=0.05)
 
-    talk(body, given={"type": "realtime", "audio": {"input": {"turn_detection": {"type": kind}}}})
 
-
-def test_two_questions_in_one_piece_are_two_items(talk: Any) -> None:
+async def test_two_questions_in_one_piece_are_two_items(talk: Any) -> None:
     sounds = [at24(say(text)) for text in ("what is two plus three", "what is one plus four")]
-
-    async def body(client: Client) -> None:
+    async with talk(
+        given={"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad", "create_response": False}}}}
+    ) as client:
         await client.send("input_audio_buffer.append", audio=pcm(np.concatenate(sounds)))
         first, second = client.session.items
         assert min(first.seconds, second.seconds) > 0.8 and first.seconds == pytest.approx(second.seconds, abs=0.5)
 
-    talk(
-        body,
-        given={"type": "realtime", "audio": {"input": {"turn_detection": {"type": "server_vad", "create_response": False}}}},
-    )
-
 
 @pytest.mark.long
-def test_speech_interrupts_and_a_backchannel_does_not(talk: Any) -> None:
-    async def body(client: Client) -> None:
+async def test_speech_interrupts_and_a_backchannel_does_not(talk: Any) -> None:
+    async with talk(seconds=4.0, omni=True) as client:
         await client.send("input_audio_buffer.append", audio=pcm(noise(0.5)))
         await client.send("input_audio_buffer.commit")
         await client.send("session.update", session={"audio": {"input": {"turn_detection": {"type": "semantic_vad"}}}})
@@ -75,5 +68,3 @@ def test_speech_interrupts_and_a_backchannel_does_not(talk: Any) -> None:
         assert started < done and "response.output_audio.delta" not in client.types[started:done]
         assert client.events[done]["response"]["status_details"] == {"type": "cancelled", "reason": "turn_detected"}
         await client.until("response.done", done + 1)
-
-    talk(body, seconds=4.0, omni=True)

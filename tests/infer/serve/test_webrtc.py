@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from aiortc import RTCSessionDescription
 
-from infer.serve.server import Server
 from infer.turns.vad import FRAME, VoiceActivity
-from tests.infer.serve.caller import KEYS, RATE, Caller, no_session, session_of, tone, without
+from tests.infer.serve.caller import KEYS, RATE, no_session, session_of, tone, without
 from tests.infer.serve.conftest import MANUAL, deltas
 from tests.infer.serve.test_events import check_known
 
 
-def test_a_spoken_turn(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_a_spoken_turn(calls: Any) -> None:
+    async with calls() as (server, caller):
         created = await caller.call({**MANUAL, "instructions": "be brief"})
         assert created["session"]["instructions"] == "be brief" and caller.events[0] is created
         assert caller.location.startswith("/v1/realtime/calls/rtc_")
@@ -43,11 +42,9 @@ def test_a_spoken_turn(calls: Any) -> None:
         wanted = done["usage"]["output_token_details"]["audio_tokens"] * 0.04
         assert abs(len(caller.heard) / RATE - wanted) < 0.06
 
-    calls(body)
 
-
-def test_a_browser_s_way_and_hanging_up(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_a_browser_s_way_and_hanging_up(calls: Any) -> None:
+    async with calls() as (server, caller):
         bearer = {"authorization": f"Bearer {KEYS[0]}"}
         sdp = without(await caller.offer(), "candidate")  # a browser's page does not wait for addresses
         form = {"content-type": "application/sdp"}
@@ -65,18 +62,15 @@ def test_a_browser_s_way_and_hanging_up(calls: Any) -> None:
         await no_session(server)
         assert (await caller.http.post(place, headers=bearer)).status_code == 404
 
-    calls(body)
-
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["output_audio_buffer.clear", "response.cancel", "conversation.item.truncate", "speech"])
-def test_what_was_not_played_is_not_kept(calls: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_not_played_is_not_kept(calls: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def loud(self: Any, stream: Any, samples: np.ndarray) -> list[float]:
         return [float(np.abs(samples).max() > 0.1)] * (len(samples) // (FRAME // 2))
 
     monkeypatch.setattr(VoiceActivity, "push", loud)
-
-    async def body(server: Server, caller: Caller) -> None:
+    async with calls(seconds=3.0) as (server, caller):
         await caller.call({"type": "realtime"} if way == "speech" else MANUAL)
         since = await caller.ask()
         await caller.until("output_audio_buffer.started", since)
@@ -102,11 +96,9 @@ def test_what_was_not_played_is_not_kept(calls: Any, way: str, monkeypatch: pyte
             assert abs(truncated["audio_end_ms"] / 1000 - item.heard) < 0.001
         assert "output_audio_buffer.stopped" not in [event["type"] for event in caller.events]
 
-    calls(body, seconds=3.0)
 
-
-def test_the_tail_of_an_answer_that_has_ended_is_cleared(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_the_tail_of_an_answer_that_has_ended_is_cleared(calls: Any) -> None:
+    async with calls() as (server, caller):
         await caller.call(MANUAL)
         since = await caller.ask()
         done = (await caller.until("response.done", since))["response"]
@@ -121,11 +113,9 @@ def test_the_tail_of_an_answer_that_has_ended_is_cleared(calls: Any) -> None:
         told = await caller.until("conversation.item.retrieved")
         assert told["item"]["content"][0]["transcript"] == item.answer.text
 
-    calls(body)
 
-
-def test_an_answer_is_heard_after_the_one_before(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_an_answer_is_heard_after_the_one_before(calls: Any) -> None:
+    async with calls() as (_, caller):
         await caller.call(MANUAL)
         since = await caller.ask()
         first = (await caller.until("response.done", since))["response"]["id"]
@@ -136,16 +126,12 @@ def test_an_answer_is_heard_after_the_one_before(calls: Any) -> None:
         told = [(e["type"][20:], e["response_id"]) for e in caller.events if e["type"].startswith("output_audio_buffer")]
         assert told == [("started", first), ("stopped", first), ("started", second), ("stopped", second)]
 
-    calls(body)
 
-
-def test_sound_that_is_never_committed_makes_room(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_sound_that_is_never_committed_makes_room(calls: Any) -> None:
+    async with calls() as (server, caller):
         await caller.call(MANUAL)
         buffer = session_of(server).hearing.buffer
         buffer.most = 0.1
         await caller.say(tone(0.2))
         assert 0.08 <= buffer.seconds <= 0.1 and buffer.end > 0.2
         assert [event["type"] for event in caller.events] == ["session.created"]
-
-    calls(body)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from infer.serve.realtime import webrtc
-from infer.serve.server import Server
-from tests.infer.serve.caller import KEYS, Caller, no_session, session_of, without
+from tests.infer.serve.caller import KEYS, no_session, session_of, without
 from tests.infer.serve.conftest import MANUAL
 
 
@@ -26,8 +25,8 @@ from tests.infer.serve.conftest import MANUAL
         (lambda offer: without(offer, "fingerprint"), "must have a=fingerprint"),
     ],
 )
-def test_bad_offers(calls: Any, change: Any, told: str) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_bad_offers(calls: Any, change: Any, told: str) -> None:
+    async with calls() as (server, caller):
         sdp = change(await caller.offer())
         bearer = {"authorization": f"Bearer {KEYS[0]}", "content-type": "application/sdp"}
         answer = await caller.http.post("/realtime/calls", content=sdp, headers=bearer)
@@ -36,11 +35,9 @@ def test_bad_offers(calls: Any, change: Any, told: str) -> None:
         assert error["code"] == "invalid_offer" and error["param"] == "sdp" and error["type"] == "invalid_request_error"
         assert not server.sessions and not server.keys.sessions
 
-    calls(body)
 
-
-def test_bad_requests(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_bad_requests(calls: Any) -> None:
+    async with calls() as (server, caller):
         bearer = {"authorization": f"Bearer {KEYS[0]}"}
         offer = await caller.offer()
 
@@ -65,11 +62,9 @@ def test_bad_requests(calls: Any) -> None:
         server.draining = True
         assert (await refused(files=form(sdp=offer)))[:2] == (503, "server_shutting_down")
 
-    calls(body)
 
-
-def test_secrets_bring_a_configuration_that_a_call_adds_to(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_secrets_bring_a_configuration_that_a_call_adds_to(calls: Any) -> None:
+    async with calls() as (server, caller):
         secret, _ = server.keys.make_secret("key-1", {**MANUAL, "instructions": "from the secret"}, 60)
         caller.openai.api_key = secret
         created = await caller.call({"type": "realtime", "audio": {"input": {"transcription": {"model": "own"}}}})
@@ -78,22 +73,17 @@ def test_secrets_bring_a_configuration_that_a_call_adds_to(calls: Any) -> None:
         assert heard["turn_detection"] is None and heard["transcription"] is not None
         assert server.keys.sessions == {"key-1": 1}
 
-    calls(body)
 
-
-def test_a_call_that_never_connects_is_dropped(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_never_connects_is_dropped(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webrtc, "CONNECT", 0.2)
-
-    async def body(server: Server, caller: Caller) -> None:
+    async with calls() as (server, caller):
         await caller.openai.realtime.calls.create(sdp=await caller.offer())
         assert len(server.sessions) == 1 and server.keys.sessions == {"key-1": 1}
         await no_session(server)
 
-    calls(body)
 
-
-def test_a_client_that_does_not_read(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_a_client_that_does_not_read(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with calls(unread_bytes=100_000) as (server, caller):
         await caller.call(MANUAL)
 
         async def nothing(data: bytes) -> None:
@@ -107,11 +97,9 @@ def test_a_client_that_does_not_read(calls: Any, monkeypatch: pytest.MonkeyPatch
         assert session.transport.channel.bufferedAmount <= 100_000
         assert session.transport.ending.result().reason == "the client reads too slowly"
 
-    calls(body, unread_bytes=100_000)
 
-
-def test_large_events(calls: Any) -> None:
-    async def body(server: Server, caller: Caller) -> None:
+async def test_large_events(calls: Any) -> None:
+    async with calls() as (server, caller):
         await caller.call(MANUAL)
         text = "wörter " * 14_000  # more than 64 KiB
         content = [{"type": "input_text", "text": text}]
@@ -121,5 +109,3 @@ def test_large_events(calls: Any) -> None:
         session_of(server).transport.channel.transport._remote_max_message_size = 10_000
         since = caller.send("conversation.item.create", item=item)
         assert (await caller.until("error", since))["error"]["code"] == "event_too_large"
-
-    calls(body)

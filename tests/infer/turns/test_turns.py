@@ -90,9 +90,6 @@ def test_silence_after_an_answer_is_told_once() -> None:
     assert kinds == ["idle"]
 
 
-# --- silero -------------------------------------------------------------------------------------------------------------
-
-
 def say(text: str, voice: str = "en-us", rate: int = 175) -> np.ndarray:
     """Samples [S] at 16 kHz, between seconds of faint noise."""
     samples, given = synthesise(text, voice, rate)
