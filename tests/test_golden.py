@@ -50,9 +50,6 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
 def test_every_configuration_has_its_tensors_and_keeps_their_values(place: Path) -> None:
     found, wanted = faces.state_dicts(), golden("state_dicts")
     assert found.keys() == wanted.keys()
@@ -71,9 +68,6 @@ def test_answers_stay_the_same(place: Path) -> None:
     for name, answers in wanted.items():
         assert found[name] == answers, name
     assert len({json.dumps(answers) for answers in wanted.values()}) == 4  # adapter and edits say something of their own
-
-
-# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def without_codes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -100,9 +94,6 @@ def test_rows_are_prepared_as_they_were(made: tuple[Path, dict[str, Any]]) -> No
     assert without_codes(faces.fields_of(prepared)) == without_codes(rows)
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_goes_on_from_its_checkpoint(place: Path) -> None:
     shutil.copytree(HERE / "checkpoint", "resumed")
     found = faces.fit("resumed", **RUNS["whole"])
@@ -118,9 +109,6 @@ def test_checkpoints_hold_what_they_held(made: tuple[Path, dict[str, Any]]) -> N
     assert found.keys() == wanted.keys()
     for name, run in found.items():
         assert run == wanted[name], name
-
-
-# --- what commands write ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -145,9 +133,6 @@ def test_json_and_other_tensors(again: Path) -> None:
 
 def test_csv_headers(again: Path) -> None:
     assert faces.csv_headers() == golden("csv_headers")
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse of another Python words and wraps help otherwise")

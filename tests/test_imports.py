@@ -79,8 +79,6 @@ def test_importing_omni_brings_no_launcher_along():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-# --- inside the packages ------------------------------------------------------------------------------------------------
-
 FLOORS = (
     {"console", "scoring"},
     {"data", "convert"},

@@ -44,9 +44,6 @@ def refusal(source: object, **options: object) -> str:
     return message
 
 
-# ---------------------------------------------------------------------------------------------------- what is read
-
-
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 24000, 44100, 48000])
 @pytest.mark.parametrize("form", ["WAV", "FLAC"])
 def test_any_rate_is_read_as_16_khz(tmp_path: Path, rate: int, form: str) -> None:
@@ -166,9 +163,6 @@ def test_raw_pcm(rate: int) -> None:
             from_pcm16(bad, rate)
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
-
-
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -229,8 +223,6 @@ def test_rates_without_a_common_divisor_are_taken_as_their_neighbour(tmp_path: P
     with pytest.raises(UserError, match="rates start at 1"):
         resample(torch.zeros(5), 0, 16000)
 
-
-# ------------------------------------------------------------------------- lengths that are not known, joined recordings
 
 NOISE = np.random.default_rng(0).normal(0, 0.1, 20000)
 FORMS = ["WAV", "WAVEX", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "OGG/OPUS", "NIST", "MP3"]
@@ -293,9 +285,6 @@ def test_joined_recordings_may_differ(tmp_path: Path) -> None:
     assert len(read_audio(encoded(NOISE, "MP3") + b"TAG" + bytes(125))) == 20000
 
 
-# -------------------------------------------------------------------------------------------------------- by FFmpeg
-
-
 OTHERS_FORMS = [
     ("ipod", "aac"),
     ("mp4", "aac"),
@@ -332,9 +321,6 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path) -> None:
     for text in (f"#EXTM3U\n#EXTINF:1,\n{secret}\n", f"ffconcat version 1.0\nfile {secret}\n"):
         assert "but text" in refusal(text.encode())
         refusal(b"\0\1" + text.encode())
-
-
-# ---------------------------------------------------------------------------------------- what is known by its bytes
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -388,9 +374,6 @@ def test_the_decoder_writes_nothing_on_standard_error(capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err.encode() == OTHERS
 
 
-# ------------------------------------------------------------------------------------------------------- how it sounds
-
-
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG"])
 def test_channels_that_cancel_each_other_are_not_mixed_to_silence(form: str) -> None:
     left = sine(0.5, 16000).numpy()
@@ -415,9 +398,6 @@ def test_level_and_length_are_remarked() -> None:
     assert "is silent: its loudest 100 ms reach -69 dBFS" in sound_warnings(tone * 0.001, 16000)[0]
     assert "lasts 1 ms" in sound_warnings(tone[:16], 16000)[0] and len(sound_warnings(tone[:1599], 16000)) == 1
     assert [r.split()[0] for r in sound_warnings(torch.zeros(1), 16000)] == ["lasts", "is"]
-
-
-# ------------------------------------------------------------------------------------------------ what has no end
 
 
 class Endless(io.RawIOBase):

@@ -120,9 +120,6 @@ def test_a_configuration_without_end_is_not_read(place: Path) -> None:
         load_folder(place)
 
 
-# --- the list of files ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "change, says",
     [
@@ -158,9 +155,6 @@ def test_a_snapshot_of_a_cache_links_to_its_blobs(made: Path, tmp_path: Path) ->
     (snapshot / WEIGHTS).symlink_to(made / WEIGHTS)
     with pytest.raises(UserError, match="'model.safetensors'.*outside"):
         load_folder(snapshot)
-
-
-# --- weights that are no numbers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

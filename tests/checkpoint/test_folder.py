@@ -84,29 +84,23 @@ def test_a_save_through_a_link_keeps_the_link(saved, tmp_path):
         load_folder(place)
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, TOKENIZER])
-def test_a_truncated_file_is_refused(saved, file):
-    _, place = saved
-    data = (place / file).read_bytes()
-    (place / file).write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=f"{file} is truncated: {len(data) // 2} bytes of {len(data)}"):
-        load_folder(place)
-
-
-def test_an_altered_file_is_refused(saved):
-    _, place = saved
-    data = bytearray((place / WEIGHTS).read_bytes())
-    data[-5] ^= 1
-    (place / WEIGHTS).write_bytes(data)
-    with pytest.raises(UserError, match="does not match its checksum"):
-        load_folder(place)
-
-
-def test_a_missing_file_is_refused(saved):
-    _, place = saved
-    (place / TOKENIZER).unlink()
-    with pytest.raises(UserError, match="tokenizer.json is missing"):
-        load_folder(place)
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        (WEIGHTS, lambda data: data[: len(data) // 2], r"model\.safetensors is truncated: \d+ bytes of \d+"),
+        (TOKENIZER, lambda data: data[: len(data) // 2], r"tokenizer\.json is truncated: \d+ bytes of \d+"),
+        (WEIGHTS, lambda data: data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], "does not match its checksum"),
+        (TOKENIZER, None, "tokenizer.json is missing"),
+    ],
+)
+def test_a_damaged_file_is_refused(saved, file, damage, said):
+    path = saved[1] / file
+    data = path.read_bytes()
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage(data))
+    with pytest.raises(UserError, match=said):
+        load_folder(saved[1])
 
 
 class Bomb:

@@ -31,8 +31,6 @@ from omni.text import Tokenizer
 from omni.utils.profiling import high_water
 from tests.checkpoint.test_folder import CONFIGS
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 
 def save(place: Path, name: str, dtype: torch.dtype = torch.float32) -> SpeechModel:
     torch.manual_seed(0)
@@ -141,9 +139,6 @@ def test_memory_is_that_of_the_int8_bytes(tmp_path: Path) -> None:
     assert peak(lambda: load_folder(tmp_path / "warm")) < small + largest
     assert peak(lambda: quantize_folder(tmp_path / "model", tmp_path / "int8")) < full
     assert peak(lambda: to_int8(load_folder(tmp_path / "model").model)) > 1.2 * full
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def altered(place: Path, change: Any) -> Path:

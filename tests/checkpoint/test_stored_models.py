@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from omni.checkpoint.folder import check_files, read_config, save_folder
+from omni.checkpoint.folder import check_files, read_config
 from omni.checkpoint.places import check_folder
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
 from omni.stores.tries import MissingError
-from omni.text import Tokenizer
-from tests.generate.conftest import LAYOUTS, make_model
+from tests.stores.test_hub import model
 from tests.stores.web import web
 from train.config.sections import ModelSection
 from train.trainer.initial_model import build_initial
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "model"
-    made = make_model(LAYOUTS["pad"], context=200)
-    save_folder(place, replace(made.config, codec="snac"), made.state_dict(), Tokenizer.bytes())
-    return place
+__all__ = ["model"]
 
 
 def test_a_model_of_a_bucket_answers_as_the_folder(bucket: Any, model: Path) -> None:

@@ -304,9 +304,6 @@ def test_questions_of_a_telephone_lack_its_missing_half():
         SpokenDigitsConfig(question_rate=100)
 
 
-# --- words kept from run to run ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def calls(tmp_path: Path) -> Path:
     return tmp_path / "calls"

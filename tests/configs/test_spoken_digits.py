@@ -228,9 +228,6 @@ def test_utterances_return_after_a_distance_and_to_the_same_shard(reuse, distanc
     assert source.repeats is (reuse > 1)
 
 
-# --- conversations are examined in sessions ---------------------------------------------------------------------------
-
-
 CODEC = ToyCodec((12, 12, 6, 8))
 SOURCE = SpokenDigits(SpokenDigitsConfig(turns=(0, 0, 0, 1), follow_ups=0.5), CODEC)
 

@@ -24,9 +24,6 @@ from train.commands.models import run_convert as main
 GROW = ["--encoder", "nano", "--codec", "codec2", "--quiet"]
 
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
 @pytest.fixture(params=TEXT)
 def family(request):
     return request.param
@@ -198,9 +195,6 @@ def test_weights_of_torch_save_are_read(shards, tmp_path):
     assert all(torch.equal(found[name](), tensor) for name, tensor in wanted.items())
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
-
-
 def broken(tmp_path, change, shard="1GB"):
     folder = save_text(text_model("qwen2"), tmp_path / "theirs", shard)
     change(folder)
@@ -302,8 +296,6 @@ def test_a_head_that_contradicts_its_tie_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         read(folder)
 
-
-# --- settings: windows as transformers reads them, and values of another type are named -------------------------------
 
 SLIDING = [
     dict(use_sliding_window=True, sliding_window=64),

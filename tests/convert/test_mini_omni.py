@@ -29,9 +29,6 @@ from tests.convert.mini_omni_toys import AUDIO, EAR, SHAPES, TEXT, State, save, 
 Made = tuple[Path, dict[str, Any], State]
 
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
 @pytest.fixture(params=SHAPES)
 def shape(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -42,9 +39,6 @@ def made(shape: str, tmp_path: Path) -> Made:
     settings = settings_of(shape)
     state = state_of(settings)
     return save(tmp_path / "theirs", settings, state), settings, state
-
-
-# --- in ---------------------------------------------------------------------------------------------------------------
 
 
 def slow_logits(state: State, s: dict[str, Any], columns: Tensor, heard: Tensor) -> list[Tensor]:
@@ -185,9 +179,6 @@ def test_the_encoder_may_come_from_elsewhere(tmp_path: Path) -> None:
     assert drawn.config.encoder.layers == 2
     with pytest.raises(UserError, match=r"width 6 \(whisper_adapter_dim\), and the one given is 8 wide"):
         mini_omni.read(folder, encoder=WhisperConfig(width=8, heads=1, layers=2))
-
-
-# --- out --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)

@@ -26,9 +26,6 @@ SMALL = ModelConfig(
 )
 
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [

@@ -21,9 +21,6 @@ from train.commands.models import run_convert as main
 POSITIONS, BANDS, WIDTH = 60, 80, 24
 
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
 def openai(folder, dtype=torch.float32):
     """A Whisper file, and its encoder's features [T, D] of a padded log-mel [M, F]."""
     torch.manual_seed(1)

@@ -79,8 +79,6 @@ def test_damaged_files_are_told_and_made_again(damage: bytes, tmp_path: Path) ->
     assert run() == ("3.0\n", "") and {path for path in kept if path.suffix == ".nbi"} <= set(tmp_path.rglob("*.nb?"))
 
 
-# --- attention ----------------------------------------------------------------------------------------------------------
-
 ROWS, SLOTS = 5, 60
 
 

@@ -198,9 +198,6 @@ def test_correct_programs_run_on_silently(name: str, trace: bool) -> None:
     assert guard.report() == ""
 
 
-# --- programs that are hard to look at -----------------------------------------------------------------------------------
-
-
 def sparse() -> Program:
     body, head, model = normalised()
     graph = torch.eye(4).to_sparse()

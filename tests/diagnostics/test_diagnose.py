@@ -244,8 +244,6 @@ def test_a_loss_without_a_graph():
     assert caught.value.findings[0].line.code == "model(data(0)).mean().detach().backward()"
 
 
-# --- labels and targets of a batch ----------------------------------------------------------------------------------------
-
 EOS, PAD = 2, 0
 TOKENS = torch.tensor([[3, 4, 5, EOS, PAD], [3, 4, 5, 6, EOS], [3, 4, 5, 6, 7]])
 

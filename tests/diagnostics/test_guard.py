@@ -190,9 +190,6 @@ def test_zeros_of_zero_grad_are_no_gradient():
     assert [(f.kind, f.tensor) for f in guard.findings] == [("no_gradient", "1.weight, 1.bias")]
 
 
-# --- checkpointed parts without being asked for a trace ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("run", [True, False])
 @pytest.mark.parametrize(
     ("make", "line"),

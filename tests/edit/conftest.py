@@ -4,6 +4,9 @@ import pytest
 from torch import nn
 
 from tests.edit.toys import MODELS, build
+from tests.generate.conftest import layout, lm
+
+__all__ = ["layout", "lm"]
 
 
 @pytest.fixture(params=MODELS)

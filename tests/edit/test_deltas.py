@@ -82,9 +82,6 @@ def test_an_edit_that_does_not_fit_is_refused(model):
     assert hooks(model) == 0
 
 
-# --- gradients --------------------------------------------------------------------------------------------------------
-
-
 def gradients(model: nn.Module, name: str, edits: Edits) -> dict[str, torch.Tensor]:
     tensors = {f"{n}.{k}": getattr(d, k) for n, d in edits.deltas.items() for k in ("a", "b", "lr")}
     for tensor in tensors.values():
@@ -177,9 +174,6 @@ def test_edits_under_autocast(model, name, recomputed):
     assert_near(got.float(), wanted, 0.03)
     assert float((wanted - plain).norm() / plain.norm()) > 0.1
     assert all(d.b.grad.dtype == torch.float32 and d.b.grad.any() for d in edits.deltas.values())
-
-
-# --- places -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_linear_called_by_keyword():

@@ -20,7 +20,7 @@ from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
 from omni.lora.peft import merged_state, save_adapter, weights_of
 from omni.model.speech_model import SpeechModel
-from tests.generate.conftest import LAYOUTS, make_lm, make_model, tone
+from tests.generate.conftest import make_lm, make_model, tone
 from tests.generate.session_toys import inside
 
 WHERE = {
@@ -29,16 +29,6 @@ WHERE = {
 }
 DRAWN = Sampling(temperature=0.8)
 ASKED = {"sampling": DRAWN, "seed": 3, "max_seconds": 0.8}
-
-
-@pytest.fixture(params=LAYOUTS)
-def layout(request: pytest.FixtureRequest) -> Layout:
-    return LAYOUTS[request.param]
-
-
-@pytest.fixture
-def lm(layout: Layout) -> SpeechLM:
-    return make_lm(layout)
 
 
 def linears(model: nn.Module) -> list[str]:

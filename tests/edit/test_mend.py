@@ -33,9 +33,6 @@ def alive() -> tuple[int, int]:
     return sum(t.grad_fn is not None for t in tensors), sum(storages.values())
 
 
-# --- factors ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", ["plain", "recomputed", "frozen", "frozen and recomputed"])
 def test_factors_are_those_of_the_gradient(model, name, case):
     linears, ids = mlp_linears(model), batch_of(name, 1)
@@ -102,9 +99,6 @@ def test_kl_is_torchs():
     assert_near(torch.autograd.grad(got, after)[0], torch.autograd.grad(wanted, after)[0], 1e-5)
     assert float(kl_divergence(before, before)) == 0 and float(kl_divergence(before[:0], before[:0])) == 0
     assert kl_divergence(before.bfloat16(), before.bfloat16() + 1).dtype == torch.float32
-
-
-# --- fitting ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(3)
@@ -239,9 +233,6 @@ def test_a_step_under_autocast(model, name):
     assert_near(half[1].float(), plain[1], 0.1)
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in twin.parameters())
     assert all(b.dtype in (torch.float32, torch.long) for b in twin.buffers())
-
-
-# --- editing ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_edit_is_what_the_hypernetwork_says_and_changes_nothing(model, name):

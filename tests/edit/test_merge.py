@@ -103,9 +103,6 @@ def test_what_reverts_outlives_the_process(model, tmp_path):
         load_edits(tmp_path / "undo")
 
 
-# --- linears ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_last_mlps_are_edited_by_default(model, name):
     wanted = {
         "gpt2": [f"transformer.h.{i}.mlp.{part}" for i in (1, 2) for part in ("c_fc", "c_proj")],

@@ -54,9 +54,6 @@ def run(encoder: WhisperEncoder, sounds: list[Tensor]) -> Tensor:
     return encoder(mels, lengths, [encoder.config.frames(len(clip)) for clip in sounds])
 
 
-# --------------------------------------------------------------------------------------------------- variable length
-
-
 @CONFIGS
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 100.0])
 def test_variable_equals_whisper_on_each_clip(config: WhisperConfig, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +92,6 @@ def test_company_order_and_padding_change_nothing(config: WhisperConfig) -> None
     assert_near(encoder(dirty, lengths, frames), torch.cat(solo))
 
 
-# ----------------------------------------------------------------------------------------------------- padded window
-
-
 @pytest.mark.parametrize("config", [SMALL, WIDE], ids=["small", "wide"])
 def test_padded_equals_whisper_on_the_window(config: WhisperConfig) -> None:
     encoder = WhisperEncoder(replace(config, mode="padded"))
@@ -120,9 +114,6 @@ def test_padded_frames_follow_the_rule_of_the_released_checkpoint() -> None:
     for samples in (1, 319, 320, 31999, 64320, 256960, 479999, 480000):
         duration_ms = (samples / 16000) * 1000
         assert config.frames(samples) == min(int(duration_ms / 20) + 1, 1500)
-
-
-# ------------------------------------------------------------------------------------------------------ frames, split
 
 
 def heard(encoder: WhisperEncoder, sound: torch.Tensor) -> torch.Tensor:
@@ -152,9 +143,6 @@ def test_long_sound_is_refused_or_split_and_never_cut(mode: Any) -> None:
     encoder = WhisperEncoder(splitting)
     assert_near(heard(encoder, sound), torch.cat([heard(encoder, piece) for piece in pieces]))
     assert splitting.frames(len(sound)) == sum(splitting.frames(len(piece)) for piece in pieces)
-
-
-# --------------------------------------------------------------------------------------------------- how it is trained
 
 
 @CONFIGS
@@ -225,9 +213,6 @@ def test_state_is_whispers_and_nothing_else() -> None:
     encoder.whisper.load_state_dict(theirs.state_dict())
     mel = torch.randn(1, SMALL.n_mels, 2 * SMALL.positions)
     assert_near(encoder(mel, [2 * SMALL.positions], [SMALL.positions]), theirs(mel)[0])
-
-
-# ------------------------------------------------------------------------------------------------------ configuration
 
 
 @pytest.mark.parametrize("name", ["tiny", "base", "small", "medium", "large", "large-v3", "large-v3-turbo"])

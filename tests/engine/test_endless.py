@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -28,6 +27,7 @@ from omni.layout import Layout
 from omni.tasks import Turn, answer, prompt, system_message
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.session_toys import ASKED, WARM, inside, plain_hidden
+from tests.soon import soon
 
 ROW = 120
 TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, "max_seconds": 0.4, "max_tokens": 15}
@@ -35,10 +35,7 @@ TALK: dict[str, Any] = {"context": ROW, "overflow": "forget", "sampling": WARM, 
 
 def wait_until_fed(lm: SpeechLM) -> None:
     """Wait until the engine has nothing more to feed ahead."""
-    end = time.monotonic() + 20
-    while lm.engine.requests.refills:
-        assert time.monotonic() < end, "what stays was not fed"
-        time.sleep(0.001)
+    assert soon(lambda: not lm.engine.requests.refills), "what stays was not fed"
 
 
 def talk(lm: SpeechLM, turns: int, wait: bool = True, **options: Any) -> list[tuple[int, ...]]:
@@ -56,9 +53,6 @@ def talk(lm: SpeechLM, turns: int, wait: bool = True, **options: Any) -> list[tu
 def idle(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Has the engine never feed ahead, once called."""
     return lambda: monkeypatch.setattr(SteppingThread, "_feed_what_stays", lambda self, slack: False)
-
-
-# --- which turns go -----------------------------------------------------------------------------------------------------
 
 
 def slow(sizes: list[int], prompts: list[int], system: int, length: int) -> int:
@@ -101,9 +95,6 @@ def test_a_plan_holds_what_the_next_question_finds() -> None:
     assert plan(plain, Seat(400), past, (7, 7), None) is None
     unheard = replace(past[-1], clip=torch.zeros(9))
     assert plan(plain, Seat(200), [*past[:-1], unheard], (7, 7), None) is None
-
-
-# --- the cache ----------------------------------------------------------------------------------------------------------
 
 
 def reference(lm: SpeechLM, session: Session) -> list[Tensor]:
@@ -152,9 +143,6 @@ def test_sixty_turns_feed_only_their_questions(begun: list[tuple[Tensor, int]]) 
             wait_until_fed(lm)
     # the last column of an answer, or all columns of one that was cut: never what was fed before
     assert max(fresh) <= 10 + lm.layout.max_delay + 2 and sum(b <= a for a, b in pairwise(lengths)) >= 5
-
-
-# --- nothing but the time tells -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from omni.engine.worker import Worker
+from tests.soon import soon
 
 
 class Owner:
@@ -27,10 +28,7 @@ class Owner:
 
 
 def worked(owner: Owner, times: int) -> None:
-    end = time.monotonic() + 20
-    while len(owner.threads) < times and time.monotonic() < end:
-        time.sleep(0.005)
-    assert len(owner.threads) >= times
+    assert soon(lambda: len(owner.threads) >= times)
 
 
 @pytest.mark.parametrize("wait", [None, 0.01])
@@ -55,9 +53,7 @@ def test_it_ends_where_its_own_work_drops_the_object() -> None:
     try:
         del owner
         worker.wake()
-        end = time.monotonic() + 20
-        while not seen and time.monotonic() < end:
-            time.sleep(0.005)
+        soon(lambda: seen)
     finally:
         gc.enable()
     seen[0].join(20)

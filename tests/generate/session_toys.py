@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from omni.tasks import Turn, answer, join, prompt
 from tests.generate.conftest import features_of, tone
+from tests.soon import soon
 
 WARM = Sampling(1.0, top_k=50)
 TALKATIVE = Sampling(1.0, top_k=3)  # an end is seldom among the three likeliest, so answers go on for some frames
@@ -52,10 +52,8 @@ def same(one: Answer, other: Answer) -> None:
 
 def is_free(lm: SpeechLM) -> bool:
     """Whether all slots are let go within some seconds."""
-    slots, end = lm.engine._batch.slots, time.monotonic() + 5
-    while any(slots.holders) and time.monotonic() < end:
-        time.sleep(0.001)
-    return not any(slots.holders)
+    slots = lm.engine._batch.slots
+    return soon(lambda: not any(slots.holders), 5)
 
 
 def plain_hidden(lm: SpeechLM, history: tuple[Turn, ...], question: Turn) -> Tensor:

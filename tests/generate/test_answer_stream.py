@@ -140,7 +140,7 @@ def test_what_was_taken_is_remembered_when_the_next_is_asked(lm: SpeechLM, leave
     assert not lm._link.conversations
 
 
-def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
     step, go_on, inside = Runner.step, threading.Event(), threading.Event()
 
     def waiting(runner: Runner, *rows: Any) -> None:
@@ -150,8 +150,7 @@ def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.M
         step(runner, *rows)
 
     monkeypatch.setattr(Runner, "step", waiting)
-
-    async def run() -> None:
+    async with lm.session(max_seconds=70.0, max_tokens=5) as session:
         events = session.ask("go on", "T1A2")
         await events.__anext__()
         await asyncio.to_thread(inside.wait, 30)
@@ -160,20 +159,14 @@ def test_a_cancel_does_not_wait_for_the_step(lm: SpeechLM, monkeypatch: pytest.M
         go_on.set()
         await answered(session, "and then", "T1T2")
 
-    with lm.session(max_seconds=70.0, max_tokens=5) as session:
-        asyncio.run(run())
 
-
-def test_errors_come_out_of_the_iterator(lm: SpeechLM) -> None:
-    async def run(question: Any) -> None:
-        async for _ in session.ask(question):
-            pass
-
-    with lm.session() as session:
+async def test_errors_come_out_of_the_iterator(lm: SpeechLM) -> None:
+    async with lm.session() as session:
         with pytest.raises(UserError, match="No such file"):
-            asyncio.run(run("missing.wav"))
+            async for _ in session.ask("missing.wav"):
+                pass
         assert len(session.turns) == 0
-        assert asyncio.run(answered(session, "go on", "T1T2")).ended in ("end", "length")
+        assert (await answered(session, "go on", "T1T2")).ended in ("end", "length")
 
 
 @pytest.fixture
@@ -184,8 +177,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go_on
 
 
-def test_of_two_tasks_of_one_session_one_may_ask_and_the_other_close(lm: SpeechLM, held: threading.Event) -> None:
-    async def run() -> None:
+async def test_of_two_tasks_of_one_session_one_may_ask_and_the_other_close(lm: SpeechLM, held: threading.Event) -> None:
+    async with lm.session(max_tokens=5) as session:
         events = session.ask("one", "T1T2")
         first = asyncio.create_task(taken(events))
         while session._last is None or session._last.reader != -1:
@@ -195,9 +188,6 @@ def test_of_two_tasks_of_one_session_one_may_ask_and_the_other_close(lm: SpeechL
         await events.aclose()
         assert (await asyncio.wait_for(first, 5))[-1].reason == "cancelled" and not held.is_set()
         held.set()
-
-    with lm.session(max_tokens=5) as session:
-        asyncio.run(run())
 
 
 def test_a_close_ends_the_wait_of_another_thread(lm: SpeechLM, held: threading.Event) -> None:
@@ -244,9 +234,6 @@ def test_one_that_is_not_read_holds_nobody_else(lm: SpeechLM) -> None:
         assert [event.reason for event in events] == ["cancelled"]  # type: ignore[union-attr]
 
 
-# --- sound that is still coming -----------------------------------------------------------------------------------------
-
-
 def pieces(clip: Tensor, size: int = 777) -> Iterator[Tensor]:
     yield from clip.split(size)
 
@@ -269,9 +256,6 @@ def test_a_cancel_while_sound_is_coming_closes_its_generator(lm: SpeechLM, close
     events = list(session.ask(coming()))
     assert [e.reason for e in events] == ["cancelled"] and closed and not session.turns  # type: ignore[union-attr]
     session.close()
-
-
-# --- the end of a session, or of the interpreter ----------------------------------------------------------------------
 
 
 def ended(events: list[Event]) -> str:

@@ -59,9 +59,6 @@ def poison(lm: SpeechLM) -> int:
     return len(runner.rows)
 
 
-# --- slots --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("assist", [False, True])
 def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool) -> None:
@@ -78,9 +75,6 @@ def test_what_a_cache_held_before_changes_no_bit(chatty: SpeechLM, assist: bool)
     expected = talk(chatty), batch(chatty)
     assert poison(chatty)
     assert (talk(chatty), batch(chatty)) == expected
-
-
-# --- neighbours ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)
@@ -157,9 +151,6 @@ def test_memory_that_ran_out_is_no_answer_s_fault(error: type[Exception], monkey
     for answer in (lm.generate, lambda question, *rest, **options: lm.generate([question], *rest, **options)):
         with pytest.raises(error, match="no memory"):
             answer("one", "T1A2", **SHORT)  # type: ignore[operator]
-
-
-# --- sessions -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.sampled(1)

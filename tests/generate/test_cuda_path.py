@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from omni.utils import hardware
 from tests.generate.conftest import LAYOUTS, make_lm, tone
 from tests.generate.session_toys import inside
 from tests.generate.test_runner import begin
+from tests.soon import soon
 
 TURNS: list[tuple[Any, str]] = [(tone(0.3), "A1A2"), ("and then?", "T1A2"), ("hm", "T1T2"), ("say", "T1A1")]
 SAMPLINGS = [GREEDY, Sampling(1.0, top_k=40, repetition_penalty=1.2)]
@@ -196,9 +196,7 @@ def test_captured_and_late_equals_plain(
     assert (talk(twin, sampling, assist), batch(twin, sampling)) == plain
     assert runners and all(runner._graphs for runner in runners)
     assert all(len(runner._graphs) <= 12 for runner in runners)  # few shapes
-    deadline = time.perf_counter() + 20
-    while any(runner._records._pending for runner in runners) and time.perf_counter() < deadline:
-        time.sleep(0.01)  # the step after an answer's last one is read when nobody asks
+    soon(lambda: not any(runner._records._pending for runner in runners))  # an answer's last step is read when nobody asks
     assert all(sum(map(len, runner._records._hosts.values())) <= 3 and not runner._records._pending for runner in runners)
 
 
@@ -242,9 +240,6 @@ def test_streams_and_events_are_made_on_the_model_s_device(layout: Layout, as_if
     lm.engine.close()
     assert Nothing.homeless == 0 and getattr(HERE, "device", None) is None
     assert torch.cuda.Event() is not None and Nothing.homeless == 1  # and it would have been counted
-
-
-# --- what a graph does not see ------------------------------------------------------------------------------------------
 
 
 def answers(lm: SpeechLM, turns: slice = slice(1, 3), **options: Any) -> list[Any]:

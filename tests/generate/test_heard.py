@@ -67,9 +67,6 @@ def test_the_estimate_is_kept_in_the_model_folder(tmp_path: Path) -> None:
             SpeechLM.from_pretrained(tmp_path / "new")
 
 
-# --- in the sound -----------------------------------------------------------------------------------------------------
-
-
 def test_loudness_does_not_depend_on_the_pieces() -> None:
     sound = torch.cat([torch.zeros(300), torch.ones(2000), torch.zeros(2000), torch.ones(1000), torch.zeros(700)])
     whole, pieces = Loudness(8000), Loudness(8000)

@@ -86,9 +86,6 @@ def test_mistakes_are_told(name: str) -> None:
             call(**keywords)
 
 
-# --- stop strings -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stops", [("lo w",), ("zzz",), ("d",), ("world", "o"), ("ll", "llo"), ("hello world",)])
 @pytest.mark.parametrize("size", [1, 2, 3, 11])
 def test_a_text_is_given_up_to_the_first_stop_however_it_comes(stops: tuple[str, ...], size: int) -> None:
@@ -135,9 +132,6 @@ def test_an_end_gives_what_a_stop_held_back(lm: SpeechLM) -> None:
     assert answer.text
     kept = lm.generate("hello", "T1A2", temperature=1.0, seed=4, max_seconds=0.8, stop=answer.text[-1] + "\0\0")
     assert kept.text == answer.text and kept.ended == answer.ended
-
-
-# --- silence, functions that stop an answer, and log-probabilities ----------------------------------------------------
 
 
 SPOKEN: dict[str, Any] = {"sampling": TALKATIVE, "max_seconds": 2.0, "seed": 5}

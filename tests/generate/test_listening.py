@@ -44,9 +44,6 @@ from tests.generate.session_toys import answered, inside, same
 __all__ = ["left", "lm"]
 
 
-# --- the law --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -213,9 +210,6 @@ def test_iterators_are_heard_by_every_face(lm: SpeechLM) -> None:
                 assert heard_in == [2560] * 6 + [len(question) - 6 * 2560]
 
 
-# --- how much is left -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"context": 200, "overflow": "forget"}])
@@ -262,9 +256,6 @@ def test_so_it_is_after_an_answer_that_was_interrupted_while_it_came(lm: SpeechL
         assert session.turns[0].text == other.turns[0].text
 
 
-# --- the features -----------------------------------------------------------------------------------------------------------
-
-
 def test_listens_take_turns(lm: SpeechLM) -> None:
     requests = Requests()
     with lm.session() as one, lm.session() as two:
@@ -282,9 +273,6 @@ def test_listens_take_turns(lm: SpeechLM) -> None:
         del requests.listens[every[1].seat]
         requests.later(every[1])
         assert not requests.listening()
-
-
-# --- what was heard so far, asked by another session ------------------------------------------------------------------
 
 
 SAMPLES = 2560

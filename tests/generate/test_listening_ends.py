@@ -34,10 +34,9 @@ from tests.generate.listening_toys import (
     wait_until_heard,
 )
 from tests.generate.session_toys import answered, inside, same
+from tests.soon import soon
 
 __all__ = ["lm"]
-
-# --- what was no question -------------------------------------------------------------------------------------------------
 
 
 def test_a_sound_that_is_dropped_leaves_nothing(lm: SpeechLM) -> None:
@@ -110,9 +109,6 @@ def test_a_session_that_is_dropped_is_freed(lm: SpeechLM) -> None:
         assert other.ask(sound(0.3)).answer().ended in ("end", "length")
 
 
-# --- streams that stall, and ends -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_a_stream_that_stalls_blocks_nobody(lm: SpeechLM, end: str) -> None:
@@ -183,9 +179,6 @@ def test_pushing_after_the_end(lm: SpeechLM, close: str) -> None:
         session.listen()
     listening.drop()
     session.close()
-
-
-# --- bad sound ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -303,9 +296,6 @@ def test_a_model_without_a_streaming_encoder_gathers(monkeypatch: pytest.MonkeyP
             same_history(session, other)
 
 
-# --- slots ------------------------------------------------------------------------------------------------------------------
-
-
 def test_slots_are_taken_where_they_are_idle_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = listener()
     lm._engine = Engine(lm.model, slots=2, context=300)
@@ -321,18 +311,12 @@ def test_slots_are_taken_where_they_are_idle_and_nobody_waits(monkeypatch: pytes
         assert sorted(held[:2]) == [0, 1] and held[2] is None  # type: ignore[type-var]
         c = three.listen()
         c.push(sound(1.0, 2))
-        end = time.monotonic() + 5
-        while inside(three)._hears.known < 6 * CHUNK:  # it is encoded, and has no slot: the others are listened to
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        assert soon(lambda: inside(three)._hears.known >= 6 * CHUNK)  # encoded, without a slot: the others are listened to
         time.sleep(0.02)
         assert inside(three)._seat is not None and inside(three)._seat.slot is None
         b.drop()
         c.push(sound(0.2, 3))
-        end = time.monotonic() + 5
-        while inside(three)._seat.slot is None:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        assert soon(lambda: inside(three)._seat.slot is not None)
         assert inside(two)._seat is not None and inside(two)._seat.slot is None
         answers = [one.ask(a).answer(), two.ask(sound(0.4)).answer(), three.ask(c).answer()]
     for questions, found in zip(

@@ -24,6 +24,7 @@ from tests.close import assert_near
 from tests.engine.test_listen_process import Here
 from tests.generate.listening_toys import TALK, listener, pieces, sound, wait_until_heard
 from tests.generate.session_toys import same
+from tests.soon import soon
 from tests.train.data.toys import MODELS, TOKENIZER
 from train.data.augment import speech
 from train.data.batching.examples import turn_labels
@@ -40,10 +41,7 @@ def lm() -> Iterator[SpeechLM]:
 
 def told(lm: SpeechLM, listening: Listening, frames: int) -> Tensor:
     """The probabilities of so many frames, once they are known."""
-    end = time.monotonic() + 20
-    while len(listening.turn.known) < frames:  # type: ignore[union-attr]
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    assert soon(lambda: len(listening.turn.known) >= frames)  # type: ignore[union-attr]
     wait_until_heard(lm)
     time.sleep(0.02)
     return listening.turn.known  # type: ignore[union-attr]
@@ -161,9 +159,6 @@ def test_a_frame_speaks_for_its_time_however_late_it_comes() -> None:
     assert [frames.ended(t, 1.5, rule) for t in (1.6, 1.7, 9.0)] == [False, True, True]
     frames.put(40, torch.zeros(5, 2))
     assert not frames.ended(2.0, 1.5, rule) and len(frames.known) == 45
-
-
-# --- the turn head alone ----------------------------------------------------------------------------------------------
 
 
 ENCODER = WhisperConfig(width=32, heads=2, layers=1, window_seconds=4.0, mode="chunked", hop=320, chunk_ms=160)

@@ -157,9 +157,6 @@ def test_a_bad_history_is_refused(name: str) -> None:
         silent.session(history=[USER, {"role": "assistant", "content": torch.rand(50)}])
 
 
-# --- files --------------------------------------------------------------------------------------------------------------
-
-
 def altered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> Callable[[Path], None]:
     def spoil(path: Path) -> None:
         with safe_open(path, "pt") as file:

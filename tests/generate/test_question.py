@@ -177,9 +177,6 @@ def test_the_longest_question(model: SpeechModel, tmp_path: Path, monkeypatch: p
         heard(model, path)
 
 
-# --- parts of the projector that a task chooses -----------------------------------------------------------------------
-
-
 SPOKEN = ("A1T1", "A1A2", "A1T2")
 
 

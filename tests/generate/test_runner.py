@@ -188,9 +188,6 @@ def test_rows_in_any_company_write_what_they_write_alone(model: SpeechModel, see
         assert said[row] == expected[: len(said[row])] and len(said[row]) > 3
 
 
-# --- what is compiled for a CPU ---------------------------------------------------------------------------------------
-
-
 LATE = Layout((Stream("audio", 4, 5, 0), Stream("audio", 9, 5, 1), Stream("text", 6, 5, 3)))
 
 

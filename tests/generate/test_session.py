@@ -59,9 +59,6 @@ def test_undisturbed_turns_are_remembered_as_training_has_them(
         assert len(session.turns) == 5
 
 
-# --- what is cut, and what stays ----------------------------------------------------------------------------------------
-
-
 def first_frames(events: Iterator[Event], chunks: int) -> list[Event]:
     """Take events until so many pieces of sound have come."""
     taken: list[Event] = []

@@ -25,8 +25,6 @@ from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.session_toys import ASKED, WARM, inside, plain_hidden
 
-# --- room ---------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("assist", [False, True])
@@ -84,9 +82,6 @@ def test_limits_end_an_answer(lm: SpeechLM) -> None:
     assert spoken.audio is not None and len(spoken.audio) == 20
     written = lm.generate("hello", "T1T2", max_tokens=6)
     assert written.ended == "length" and len(written.tokens) == 7 - 1 + (written.timings.steps - 6)
-
-
-# --- neighbours and weights ---------------------------------------------------------------------------------------------
 
 
 def transcript(session: Session, turns: list[int]) -> Iterator[tuple[str, Any]]:

@@ -178,9 +178,6 @@ def test_a_saved_folder_answers_as_the_model_did(tmp_path: Path, monkeypatch: py
         SpeechLM.from_pretrained(tmp_path / "nowhere")
 
 
-# --- what is printed, saved and told ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suffix", [".wav", ".flac", ".ogg", ".WAV"])
 def test_an_answer_can_be_saved(suffix: str, tmp_path: Path) -> None:
     place = tmp_path / f"a{suffix}"

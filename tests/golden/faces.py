@@ -25,8 +25,6 @@ from omni import SpeechLM
 from tests.golden import toys
 from tests.golden.toys import MODEL, SPEAK, VOICE, done, recipe, tensors_in
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
 
 def state_dicts() -> dict[str, Any]:
     """Of each configuration: the tensors of the file it is saved as, and that file's digest where every value is known.
@@ -100,9 +98,6 @@ def every_answer() -> dict[str, Any]:
     }
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
 def prepare_rows(out: Path) -> None:
     """The toy table as rows."""
     toys.write_table(Path("source"))
@@ -144,9 +139,6 @@ def fields_of(folder: Path) -> list[dict[str, Any]]:
 def rows() -> dict[str, Any]:
     """The rows' files, columns and fields."""
     return {**schema_of(Path("rows")), "rows": fields_of(Path("rows"))}
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def fit(name: str, **more: Any) -> dict[str, Any]:
@@ -196,9 +188,6 @@ def last_loss(run: Path) -> dict[str, float]:
     return {"step": float(row["step"]), "loss": float(row["loss"])}
 
 
-# --- exports ----------------------------------------------------------------------------------------------------------
-
-
 WHISPER = {"mode": "padded", "window_seconds": 30.0}
 """How mini-omni hears."""
 
@@ -228,9 +217,6 @@ def exports() -> dict[str, Any]:
     shutil.rmtree("mini-omni")
     shutil.rmtree("qwen")
     return found
-
-
-# --- JSON and CSV -----------------------------------------------------------------------------------------------------
 
 
 def structure(value: Any) -> Any:
@@ -354,8 +340,6 @@ def csv_headers() -> dict[str, list[str]]:
             found[name] = next(csv.reader(file))
     return found
 
-
-# --- words ------------------------------------------------------------------------------------------------------------
 
 DOORS = {
     "train": "fit demo validate plan doctor convert push eval balance data edit",

@@ -86,9 +86,6 @@ def inside(folder: Path) -> Iterator[Path]:
         os.fsync = sync
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
 def scrambled(count: int, name: str) -> Tensor:
     """So many whole numbers from 0 to 65535 that look random, int64, by the name."""
     x = (torch.arange(count) + zlib.crc32(name.encode())) * 2654435761 % (1 << 32)
@@ -130,8 +127,6 @@ def write_sound(path: Path, count: int, seed: str = "sound", rate: int = 16000) 
     path.parent.mkdir(parents=True, exist_ok=True)
     soundfile.write(path, sound(count, seed) // 256 * 256, rate, subtype="PCM_16")
 
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 SHARED = ("hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k")
 
@@ -203,8 +198,6 @@ def list_weights(folder: Path, **more: Any) -> None:
     data["files"][MODEL] = {"bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())}
     config.write_text(json.dumps(data, indent=2) + "\n")
 
-
-# --- data and runs ----------------------------------------------------------------------------------------------------
 
 LINES = (
     ("a", "one and two", "three", "anna"),

@@ -25,9 +25,6 @@ from train.commands.models import run_convert as main
 TEXT = torch.randint(256, (2, 10), generator=torch.Generator().manual_seed(0))
 
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
 @pytest.fixture
 def lm(tmp_path: Path) -> Path:
     return save_text(text_model("mistral"), tmp_path / "lm")

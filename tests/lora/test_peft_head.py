@@ -22,8 +22,6 @@ from train.commands.models import run_convert as main
 
 __all__ = ["grown", "lm"]
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 HEAD = ("decoder.blocks.*", "decoder.text_head")
 
 

@@ -186,9 +186,6 @@ def test_a_ring_holds_window_and_chunk_only(layout):
         decoder(tokens[:, :, :4], input_pos=torch.arange(60, 64)[None], cache=cache)
 
 
-# --- traps ------------------------------------------------------------------------------------------------------------
-
-
 def test_writing_while_autograd_records_names_both_ways_out(decoder, layout):
     """mini-omni#111: training over an in-place cache dies in backward, or worse, in the second step. Here it does not start."""
     tokens, pos = random_tokens(layout, 1, 4), torch.arange(4)[None]

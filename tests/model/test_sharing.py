@@ -163,8 +163,6 @@ def test_dselect_k_settles_on_k(experts: int) -> None:
         ProjectorConfig("dselect_k", settings={"experts": 1})
 
 
-# --- as a projector ---------------------------------------------------------------------------------------------------
-
 SHARED = ModelConfig(
     Layout.build([12, 12, 6, 8], 256, specials=8),
     WhisperConfig(width=16, heads=2, layers=1, window_seconds=2.0),

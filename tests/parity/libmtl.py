@@ -118,9 +118,6 @@ CASES = (
 )  # fmt: skip
 
 
-# --- the checkout -------------------------------------------------------------------------------------------------------
-
-
 def open_checkout(path: Path) -> None:
     """Make `LibMTL` importable file by file; names that newer libraries dropped are given back."""
     if not (path / "LibMTL" / "weighting" / "abstract_weighting.py").is_file():
@@ -178,9 +175,6 @@ def drawing(key: int) -> Iterator[None]:
         yield
     finally:
         random.shuffle = before
-
-
-# --- one comparison -----------------------------------------------------------------------------------------------------
 
 
 def make(seed: int, *shape: int) -> Tensor:
@@ -292,9 +286,6 @@ def compare(case: Case) -> Line:
             worst = max(worst, float((got - wanted).abs().max() / wanted.abs().max()))
     note = case.note + (f" (theirs is {case.factor:g} times ours)" if case.factor != 1 else "")
     return Line(name, f"{SEEDS} seeds x {STEPS} steps", f"{worst:.1e}", worst <= case.bound, note)
-
-
-# --- bilevel ------------------------------------------------------------------------------------------------------------
 
 
 def compare_bilevel(method: str) -> Line:

@@ -99,9 +99,6 @@ def weighting(logits: Sequence[Tensor]) -> Tensor:
     return sum((x * torch.randn(x.shape, generator=generator)).sum() / x.shape[-1] ** 0.5 for x in logits)  # type: ignore[return-value]
 
 
-# --- what theirs sees ---------------------------------------------------------------------------------------------------
-
-
 def theirs(s: Setting, ends: dict[str, Rows]) -> Iterator[tuple[str, Any]]:
     """What the checkout's code says; `ends` are rows with which a task's answer ends (see `find_ends`)."""
     with quiet():
@@ -197,9 +194,6 @@ def their_delay(checkout: Checkout) -> Iterator[tuple[str, Any]]:
     flat = checkout.snac.reconscruct_snac(streams)
     yield "delay: frames of whole columns", [flat[i + 1 : i + 8] for i in range(0, len(flat), 8)]
     yield "delay: levels of SNAC", [level[0].tolist() for level in checkout.snac.reconstruct_tensors(flat, "cpu")]
-
-
-# --- what ours sees -----------------------------------------------------------------------------------------------------
 
 
 def delayed() -> tuple[Tensor, Tensor]:
@@ -342,9 +336,6 @@ def find_ends(s: Setting, model: SpeechModel, task: str) -> Rows:
         patch(model, rows)
     patch(model, before)
     return rows
-
-
-# --- the command --------------------------------------------------------------------------------------------------------
 
 
 def run(checkout: Checkout, name: str, settings: dict[str, Any], steps: int, ear: Path | None, full: bool) -> bool:

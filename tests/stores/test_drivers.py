@@ -57,9 +57,6 @@ def test_what_is_written_is_read(bucket: Any, tmp_path: Path, size: int) -> None
     assert found == {"f": (tmp_path / "f").read_bytes(), "last": b"last\n"}
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------------
-
-
 def test_errors_and_cut_answers_are_tried_again(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(tries.LOG, "log", lambda level, text, *values: told.extend([text % values] * (level > logging.DEBUG)))
@@ -179,9 +176,6 @@ def test_errors_that_may_pass() -> None:
     with pytest.raises(UserError, match="s3://b/a cannot be read: 'x'; check"):
         tried(lambda: asked.append(1) or {}["x"], "s3://b/a")
     assert asked == [1]
-
-
-# --- the web ----------------------------------------------------------------------------------------------------------------
 
 
 def test_files_of_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,6 @@ from train.eval.against import _allowed, _follow, _log_probabilities, distance
 from train.eval.held_out import Item
 from train.trainer.initial_model import build_initial, shape_of
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

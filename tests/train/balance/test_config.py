@@ -73,9 +73,6 @@ def test_two_levels_need_held_out_rows(tmp_path: Path) -> None:
         balanced_fit(config, balanced_parts(config, outers=0))
 
 
-# --- methods, levels, settings ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_made_at_its_levels_and_refused_at_the_others(method: str) -> None:
     for level in LEVELS:

@@ -271,9 +271,6 @@ def test_a_hang_up_is_noted_unless_it_is_ignored() -> None:
         assert stop.number == 0
 
 
-# --- another rule, precision or budget than a run was started with ---------------------------------------------------
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
 def test_state_of_another_rule_starts_again(
@@ -333,9 +330,6 @@ def test_a_start_that_fails_keeps_the_configuration_of_the_run(tmp_path: Path, m
     assert start(5, False) == (3, 5)
     assert start(4, False) == (5, 4)  # no step is left
     assert plain_config(toy_config(tmp_path))["budget"]["steps"] == 8
-
-
-# --- beside a GPU, and on one -----------------------------------------------------------------------------------------
 
 
 def test_a_run_on_the_cpu_leaves_a_gpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,6 @@ GROW = ["--encoder", "nano", "--codec", "codec2"]
 SMALL_SNAC = dict(SNAC_24KHZ, encoder_dim=4, encoder_rates=[2, 4], decoder_dim=32, decoder_rates=[4, 2])
 
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
 @pytest.fixture
 def lm(tmp_path):
     return save_text(text_model("qwen2"), tmp_path / "lm")
@@ -52,9 +49,6 @@ def snac_folder(folder: Path) -> Path:
     torch.save(SNAC(**SMALL_SNAC).state_dict(), folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(SMALL_SNAC))
     return folder
-
-
-# --- growing ----------------------------------------------------------------------------------------------------------
 
 
 def test_checksums_and_the_table_of_files_hold(lm, tmp_path, capsys):
@@ -169,9 +163,6 @@ def test_a_whole_model_takes_a_codec_later(lm, tmp_path):
         run(tmp_path / "snac", tmp_path / "c", "--dtype", "float16")
 
 
-# --- codecs -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_for_answering_lacks_the_alignment_head(tmp_path):
     config = replace(TINY, ctc=29, ctc_sounds=40)
     torch.manual_seed(0)
@@ -233,9 +224,6 @@ def test_a_codec_goes_into_the_model_folder(lm, tmp_path):
     with pytest.raises(UserError, match=f"weights in {source} do not fit its config.json"):
         run(lm, tmp_path / "b", "--encoder", "nano", "--codec_folder", source)
     assert not (tmp_path / "b").exists()
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,9 @@ import torch
 from omni.checkpoint.folder import load_folder
 from omni.errors import UserError
 from tests.convert.hub_toys import save_text, text_model
-from tests.train.convert.test_convert import GROW, run, snac_folder
+from tests.train.convert.test_convert import GROW, lm, run, snac_folder
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
-@pytest.fixture
-def lm(tmp_path):
-    return save_text(text_model("qwen2"), tmp_path / "lm")
+__all__ = ["lm"]
 
 
 def test_a_target_is_not_lost(lm, tmp_path):

@@ -282,8 +282,6 @@ def test_an_edit_is_judged_on_rows_that_did_not_teach_it(place, tmp_path):
     assert len(none) == 10
 
 
-# --- facts ------------------------------------------------------------------------------------------------------------
-
 FEW = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "nine": 1, "two": 2}, unk_token="[UNK]")))
 FEW.inner.pre_tokenizer = pre_tokenizers.Whitespace()
 

@@ -15,8 +15,6 @@ from train.data.prepare.prepare import prepare
 from train.data.prepare.rows import PrepareConfig
 from train.eval.report import _matched, compare
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 
 def test_a_folder_and_the_rows_prepared_of_it(tmp_path: Path) -> None:
     """One recording is missing, so that all rows after it stand elsewhere."""

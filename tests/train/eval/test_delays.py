@@ -18,8 +18,6 @@ from tests.train.data.toys import TOKENIZER
 from tests.train.eval.test_eval import run
 from tests.train.eval.toys import QUICK, noise, random_model, read_lines, save_model, write_librispeech
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 
 def save_listening(folder: Path, seed: int = 1, mode: str = "chunked") -> SpeechModel:
     model = random_model(seed)

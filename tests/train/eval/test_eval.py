@@ -24,8 +24,6 @@ from train.eval import journal
 from train.eval.questions import Questions, open_data, readable
 from train.scoring.text import normalise
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -43,9 +41,6 @@ def run(*arguments: Any) -> int:
 
 def report(out: Path) -> dict[str, Any]:
     return json.loads((out / "report.json").read_text())
-
-
-# --- forms of data ----------------------------------------------------------------------------------------------------
 
 
 def test_librispeech_is_transcribed(model: Path, speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,9 +131,6 @@ def test_questions_are_spread_evenly_and_can_be_entered_anywhere(speech: Path, c
     assert [index for index, _ in whole] == [i * 11 // size for i in range(size)]
     for start in range(size + 1):
         assert [index for index, _ in questions.iterate(start)] == [index for index, _ in whole[start:]]
-
-
-# --- interruption and refusals ----------------------------------------------------------------------------------------
 
 
 class Pulled(Exception):

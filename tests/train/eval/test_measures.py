@@ -150,9 +150,6 @@ def test_normalisers() -> None:
         EvalConfig(normaliser="loose")
 
 
-# --- one answer -------------------------------------------------------------------------------------------------------
-
-
 class FakeASR:
     """Hears what it was told to."""
 

@@ -24,8 +24,6 @@ from omni.text import Tokenizer
 from tests.train.eval.test_eval import run
 from train.eval.turn_ends import SILENCE, PausedQuestion, decided, figures_of
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 DIGITS = SpokenDigitsConfig()
 NANO = replace(preset("nano"), encoder=replace(preset("nano").encoder, mode="chunked", layers=1), turn=True)
 

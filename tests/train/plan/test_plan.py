@@ -66,8 +66,6 @@ def run(rows: int = 2, length: int = 64, micro: int = 1, optimizer: str = "adamw
     )
 
 
-# --- against what was measured -----------------------------------------------------------------------------------------
-
 S3, OFF, EAGER = "mini-omni/stage3", {"checkpointing": False}, {"compile": False}
 SHARDED = {"micro": 64, "devices": 64, "strategy": "fsdp", "replicas": 8}
 
@@ -216,9 +214,6 @@ def test_selective_checkpointing_keeps_more_than_all_and_less_than_none(cuda: bo
     assert kept[0] > 1.2 * kept[1] > 1.2 * 1.2 * kept[2], [size / MIB for size in kept]
 
 
-# --- the worst batch ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tasks", "heard", "spoken"), [({"A1A2": 1.0}, True, True), ({"T1T2": 1.0, "A1T1": 0.0}, False, False)]
 )
@@ -240,9 +235,6 @@ def test_worst_batch_of_padded_windows_runs(length: int) -> None:
     batch = worst_batch(run(rows=1, length=length).data, padded)
     assert set(batch.input_lengths) == {2 * padded.encoder.positions}
     assert int(batch.feature_index.max()) + 1 == sum(-(-n // 2) for n in batch.frames)
-
-
-# --- parameters and knobs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [shape(), shape(tie_text=True, post_layers=2), replace(preset("nano"), ctc=20)])
@@ -282,9 +274,6 @@ def test_a_checkpoint_is_the_state_and_its_copy_is_no_part_of_the_peak() -> None
     assert least <= memory.disk == memory.snapshot < 1.1 * least
     between = changed(run(), {"checkpoint.asynchronous": False})
     assert counted(between, shape()).snapshot == 0 and counted(between, shape()).total == memory.total
-
-
-# --- balanced runs --------------------------------------------------------------------------------------------------------
 
 
 MIX = {"A1T1": 1.0, "A1A2": 1.0, "A1T2": 1.0}

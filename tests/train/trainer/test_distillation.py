@@ -43,8 +43,6 @@ from train.trainer.logs import METRICS, read_table
 from train.trainer.parts import Callback, Outcome
 from train.trainer.preflight import check_start
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 SMALL = ModelConfig(
     Layout.build([16, 16], 256, specials=8),
     WhisperConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=2.0),

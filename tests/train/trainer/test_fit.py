@@ -377,9 +377,6 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
     assert str(error.value).startswith(f"{said}{tmp_path}/checkpoints/step-00000008; there is no earlier one")
 
 
-# --- what was trained of each source --------------------------------------------------------------------------------------
-
-
 def ending_steps(shards: Sequence[int], start: int, states: Mapping[str, Any]) -> Iterator[list[ToyBatch]]:
     """Batches of two sources, which end after five steps."""
     for step in toy_steps(shards, start, states):

@@ -103,9 +103,6 @@ def test_what_is_found_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said.count("guard, step") == 1 and "received no gradient" in said and "text_embedding.weight" in said
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_the_doctor_finds_nothing_wrong_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *SMALL, "--steps", "1", "--fabric.checkpointing", "true"]) == 0
     assert "nano-scratch: 1 step, every operation traced: nothing found" in capsys.readouterr().out
@@ -168,9 +165,6 @@ def test_the_doctor_names_streams_and_tasks_without_targets(monkeypatch: pytest.
     missed = [f for f in found if f.kind == "no_target"]
     assert len(missed) == 1
     assert missed[0].message.startswith("T1A1, audio0, audio1, audio2, audio3 got no target in 1 steps")
-
-
-# --- streams and tasks without targets --------------------------------------------------------------------------------
 
 
 def test_a_stream_that_no_batch_has_targets_for_is_missed() -> None:

@@ -154,9 +154,6 @@ def test_rows_that_cannot_be_read_are_left_out_where_training_skips_them(
         assert list(broken.values()) == [f"{tmp_path / 'rows.parquet'} row 1 is no row"]
 
 
-# --- in a run ---------------------------------------------------------------------------------------------------------
-
-
 def direct(weights: dict[str, Tensor], prefix: str) -> dict[str, float]:
     """The mean over all targets of the toys' held-out batches, of a run's weights that start so."""
     objective = ToyObjective(ToyModel()).eval()

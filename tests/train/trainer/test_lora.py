@@ -97,8 +97,6 @@ def test_another_base_below_the_same_adapters_is_refused(tmp_path: Path) -> None
         toy_fit(config, replace(parts, rows=other))
 
 
-# --- a real model -----------------------------------------------------------------------------------------------------
-
 SMALL = ModelConfig(
     Layout.build([512, 512, 16, 64], 256, specials=8),
     WhisperConfig(n_mels=80, width=16, heads=2, layers=1, window_seconds=4.0, mode="variable"),
@@ -178,9 +176,6 @@ def test_a_dry_run_and_a_plan_count_the_adapters(base: Path, tmp_path: Path) -> 
     assert counts["LoRA"] == (wanted, wanted) and sum(own for _, own in counts.values()) == wanted
 
 
-# --- adapters in bf16 -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("base", [True, "nf4"])
 def test_a_small_step_moves_every_adapter_in_bf16(tmp_path: Path, base: bool | str) -> None:
     section, parts = toy_lora(base), adapted_parts(toy_lora(base), precision="bf16-true")
@@ -241,9 +236,6 @@ def test_our_own_model_learns_in_bf16_as_in_full(tmp_path: Path, base: Literal["
     full, half = found["32-true"], found["bf16-true"]
     assert half[-1] < 0.9 * half[0]
     torch.testing.assert_close(half, full, rtol=0.05, atol=0)
-
-
-# --- products of 4 bits -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

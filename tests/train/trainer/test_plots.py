@@ -75,9 +75,6 @@ def test_titles_hold_anything() -> None:
     assert printable("a\nb$") == r"a b\$" and printable("x" * 200).endswith("x ...")
 
 
-# --- the balance of the tasks -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.sampled(1)
 def test_balance(tmp_path: Path) -> None:

@@ -96,9 +96,6 @@ def test_a_line_is_of_the_steps_since_the_last_one(tmp_path: Path) -> None:
     assert meter.figures(shown=True)["loss/text"] == mean(losses[1])
 
 
-# --- steps that take long ------------------------------------------------------------------------------------------------
-
-
 class Machine:
     """A clock, and a number of compiled graphs."""
 

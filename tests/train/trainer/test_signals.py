@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.soon import soon
 from tests.train.toys import toy_config, toy_fit, toy_held_out, toy_parts
 from train.checkpoint import retention
 from train.config.sections import CheckpointConfig, LogConfig, ValidationConfig
@@ -29,9 +30,7 @@ def kill(number: int = signal.SIGINT) -> None:
 
 def waits(lines: list[str], count: int) -> None:
     """Waits until so many lines were said by the other thread."""
-    end = time.monotonic() + 5
-    while len(lines) < count and time.monotonic() < end:
-        time.sleep(0.001)
+    soon(lambda: len(lines) >= count, 5)
 
 
 def test_the_first_signal_says_what_it_brings_about_and_ctrl_c_after_it_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

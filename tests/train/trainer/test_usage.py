@@ -33,9 +33,6 @@ ASKED = 1 << 52
 METER = StepMetrics(("A1A2",), ("text",), "cpu", ALONE)
 
 
-# --- time -----------------------------------------------------------------------------------------------------------------
-
-
 def test_the_share_of_waiting_for_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step waits a second for its data, and takes three more; what comes between steps does not count."""
     now = [0.0]
@@ -144,9 +141,6 @@ def test_the_share_of_the_peak_is_in_the_log(peak: float | None) -> None:
     assert meter.figures().get("mfu") == (peak and pytest.approx(0.15)) and meter.measured == 2.0
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------------
-
-
 def test_memory_by_part(tmp_path: Path) -> None:
     """AdamW has two moments and a count; the average and gradients are of what is trained."""
     toy_fit(toy_config(tmp_path, trainable=("audio_*",), log=LogConfig(every=4, progress="off")))
@@ -165,9 +159,6 @@ def test_memory_by_part(tmp_path: Path) -> None:
 def test_shared_tensors_count_once() -> None:
     one = torch.zeros(8)
     assert bytes_of([one, one, torch.zeros(2, dtype=torch.bfloat16)]) == 36
-
-
-# --- where memory runs out ------------------------------------------------------------------------------------------------
 
 
 def test_an_error_of_memory_is_told_from_others() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.soon import soon
 from train.trainer.logs import BALANCE, METRICS, VALIDATION, Logs, run_id
 
 
@@ -77,7 +77,4 @@ def test_the_package_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write(tmp_path / "mine")
     [file] = (tmp_path / "mine" / "wandb").glob("offline-run-*/*.wandb")
     names = (b"train/loss", b"validation/exact_match", b"balance/weight/A1T1", b"curves")
-    until = time.monotonic() + 60
-    while not all(name in file.read_bytes() for name in names):  # its own process writes the end
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    assert soon(lambda: all(name in file.read_bytes() for name in names), 60)  # its own process writes the end

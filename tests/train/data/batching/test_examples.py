@@ -301,9 +301,6 @@ def test_columns_that_are_kept_equal_those_made_again(name, short, monkeypatch):
                     assert made.features == whole.features
 
 
-# --- answers that are cut ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("task", TASKS)

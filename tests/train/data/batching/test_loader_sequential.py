@@ -160,9 +160,6 @@ def test_a_run_of_two_workers_goes_on_alike_with_any_number_and_on_two_processes
     assert merge([half.states for half in halves]).keys() == states.keys()
 
 
-# --- configuration --------------------------------------------------------------------------------------------------------
-
-
 def test_the_configuration_chooses(folder: Path) -> None:
     def made(**options: Any) -> Pipeline:
         source = SourceConfig("stored", tasks={"T1T2": 1.0}, path=str(folder), **options)

@@ -103,9 +103,6 @@ def test_rows_of_a_damaged_page_are_named_or_skipped_and_counted(folder, tmp_pat
         assert taken + len(state["buffer"]) + state["broken"] == len(drawn)
 
 
-# --- rows of a bucket (law 16) ----------------------------------------------------------------------------------------
-
-
 def batches(path: str | Path, workers: int = 0) -> list[Any]:
     source = StoredRows(path)
     source.name = "rows"  # which is the path, and in a batch's counts

@@ -198,9 +198,6 @@ def test_a_turn_is_held_only_to_what_it_has() -> None:
     assert len(list(broken_rules(strict, full, check_row(full, Bounds(), Codecs())))) == 6
 
 
-# --- hearing ------------------------------------------------------------------------------------------------------------
-
-
 class FakeASR:
     """Says the same of every sound, and remembers their lengths and languages."""
 

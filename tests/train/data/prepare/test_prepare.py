@@ -308,9 +308,6 @@ def test_a_process_that_dies_is_reported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# --- settings of an earlier start -------------------------------------------------------------------------------------
-
-
 def test_a_start_that_failed_before_it_stored_leaves_nothing(tmp_path):
     source = tmp_path / "a.csv"
     source.write_text("question_audio,question_text,answer_text\ngone.wav,what?,that\n")

@@ -37,9 +37,6 @@ DAMAGED = {"empty": b"", "text": b"this is no sound at all", "header": flac(0.5,
 """Files that are no whole recording."""
 
 
-# --------------------------------------------------------------------------------------------------------------- codes
-
-
 def offsets(base: int, step: int) -> str:
     """Frames with base + step x place added, as text."""
     return snac_text([[code + base + step * place for place, code in enumerate(frame)] for frame in snac_frames(3, 6)])
@@ -126,9 +123,6 @@ def test_codes_of_another_recording_are_found_by_their_length(tmp_path):
     assert "its snac codes last 0.34 s and the recording they belong to 3.00 s" in only_broken(path).why
 
 
-# ------------------------------------------------------------------------------------------------- recordings and paths
-
-
 @pytest.mark.parametrize("kind", ["missing", "empty", "text", "header", "folder", "no samples"])
 @pytest.mark.parametrize("place", ["table", "lucy"])
 def test_recordings_that_are_missing_or_damaged(tmp_path, kind, place):
@@ -180,9 +174,6 @@ def test_paths_may_not_leave_the_folder(tmp_path, name):
         said = {"role": "user", "content": "a"}
         rows = [{"conversations": [said]}, {"conversations": [said, {"role": "assistant", "content": "b", column: name}]}]
         assert "leaves the data's folder" in only_broken(write_lines(folder / "d.jsonl", rows)).why
-
-
-# ----------------------------------------------------------------------------------------------------------- alignments
 
 
 @pytest.mark.parametrize(
@@ -256,9 +247,6 @@ def test_a_recording_shorter_than_its_manifest_says(tmp_path):
     path = write_lines(tmp_path / "cuts.jsonl", [entry, short])
     broken = only_broken(path)
     assert "1.00 to 3.00 s lies beyond" in broken.why and "lasts 1.00 s" in broken.why
-
-
-# --- rows that lack what they need ------------------------------------------------------------------------------------
 
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -38,8 +38,6 @@ from train.data.readers import READERS, Broken, ReaderOptions, open_source, reco
 from train.data.readers.files import list_files
 from train.data.rows.row import Row
 
-# -------------------------------------------------------------------------------------------------------------- laws
-
 
 @pytest.mark.parametrize("kind", list(READERS))
 def test_formats_are_recognised_and_any_slice_is_a_slice_of_all(tmp_path, kind):
@@ -69,9 +67,6 @@ def test_rows_of_several_files_are_one_list(tmp_path):
     for start in range(11):
         for stop in range(start, 12):
             assert [item.id if isinstance(item, Row) else "broken" for item in source.iterate(start, stop)] == found[start:stop]
-
-
-# ------------------------------------------------------------------------------------------- row by row, by the book
 
 
 def test_voice_assistant(tmp_path):
@@ -276,9 +271,6 @@ def test_librispeech(tmp_path):
     for index, row in enumerate(found):
         assert row.turns[0].question_text == f"SENTENCE {index % 2}"
         heard(row.turns[0].question_audio, 0.2, 300 + index % 2)
-
-
-# --- listing of folders -----------------------------------------------------------------------------------------------
 
 
 NAMES = ["a", "a.flac", "a b", "a-b", ".hidden", "é", "\U0001f600", "ꬰ", "b\udcff", "b\udcfe", "A", "a\nb", "a\x01"]

@@ -21,8 +21,6 @@ from train.data.readers import Broken, ReaderOptions, open_source, recognise
 from train.data.rows.parquet import StoredRows, write_rows
 from train.data.rows.row import Row, RowTurn, Sound, Word, to_plain
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
 
 def recorded(folder: Path) -> Path:
     """A table of questions and answers that are recordings."""

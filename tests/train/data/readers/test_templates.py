@@ -70,9 +70,6 @@ def texts(rows: list[Row], skill: str) -> list[list[tuple[str, str]]]:
     return [[(t.question_text, t.answer_text) for t in row.turns] for row in rows if row.source == f"dialogues/{skill}"]
 
 
-# -------------------------------------------------------------------------------------------------------------- rows
-
-
 def test_rows_depend_on_file_number_and_seed_alone(tmp_path):
     file = write(tmp_path)
     rows = rows_of(file)
@@ -119,9 +116,6 @@ def test_held_out_combinations_are_in_no_training_row(tmp_path):
     changed = {**SMALL, "dialogues": [SMALL["dialogues"][3], {**SMALL["dialogues"][0], "question": "<what is> {a} {b}"}]}
     changed["tables"] = {"digit": SMALL["tables"]["digit"]}
     assert numbers(rows_of(write(tmp_path, changed), 1000, part="held_out")) == numbers(held)
-
-
-# ------------------------------------------------------------------------------------------------- values and answers
 
 
 def test_context_and_facts_are_right(tmp_path):
@@ -219,9 +213,6 @@ def test_the_file_of_the_documentation_is_read(tmp_path):
     assert skills == {"sums", "days", "opposites", "my-number", "small-talk"} and rows_of(file, 10, part="held_out")
 
 
-# ---------------------------------------------------------------------------------------------------------- sentences
-
-
 @pytest.mark.parametrize(
     ("template", "wordings"),
     [
@@ -237,9 +228,6 @@ def test_the_file_of_the_documentation_is_read(tmp_path):
 def test_a_template_has_these_wordings(template, wordings):
     found = Wordings({"hello": ["hi [there]", "hey"]}).expand(template)
     assert set(found) == set(wordings) and len(found) == len(wordings)
-
-
-# ------------------------------------------------------------------------------------------------------------- errors
 
 
 def changed(section: str = "", key: str = "", value: Any = None, **first: Any) -> dict[str, Any]:

@@ -86,7 +86,6 @@ def spoken(text: str) -> tuple[np.ndarray, int]:
 
 
 @pytest.mark.parametrize("kind", [chat, alpaca])
-@pytest.mark.usefixtures("quick_disk")
 def test_a_preparation_speaks_them(tmp_path, kind):
     voice = ["--speak", "question,answer", "--voice", "tests.train.data.readers.test_texts:spoken"]
     assert main([str(kind(tmp_path)), str(tmp_path / "out"), "--workers", "0", "--progress", "off", *voice]) == 0

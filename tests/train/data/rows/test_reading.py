@@ -140,9 +140,6 @@ def test_rows_are_the_same_in_other_processes(method, plain, folder):
         process.join()
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -141,9 +141,6 @@ def test_a_run_of_two_workers_goes_on_alike_with_any_number(data: dict[str, Path
     same_steps(take(StepLoader(pipeline(data["tar"], "tar"), 2, workers=0, start_step=3, states=states), 3), wanted)
 
 
-# --- what is broken -----------------------------------------------------------------------------------------------------
-
-
 def test_broken_rows_are_counted_and_a_damaged_shard_ends_there(data: dict[str, Path], tmp_path: Path) -> None:
     some = records()
     some[1]["question_audio"] = b"no sound"

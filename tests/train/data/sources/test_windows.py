@@ -90,9 +90,6 @@ def test_all_at_once_are_shuffled_as_one_by_one(size: int) -> None:
     assert size < 16 or ((found != shuffled_all(size, 7, "y")).any() and found.tolist() != list(range(size)))
 
 
-# --- mixtures -------------------------------------------------------------------------------------------------------------
-
-
 def mixture(weights: tuple[float, ...], size: int = 31, seed: int = 5) -> Mixture:
     """Sources of which the last is read in pieces, the first is endless, and those between have 9 rows."""
     sizes = [None, 9][: len(weights) - 1]
