@@ -9,6 +9,7 @@ S samples of 16 kHz sound, N clips, M values of a feature frame, F feature frame
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from omni.encoder.config import ENCODERS, EncoderConfig, PreparedSound
 from omni.errors import UserError
+from omni.model.linears import crc_of
 from omni.model.recompute import Recompute
 from omni.plugins import named
 
@@ -66,6 +68,13 @@ class Encoder(nn.Module):
         batch, lengths = collate([features for ready in every for features in ready.features])
         frames = [count for ready in every for count in ready.clip_frames]
         return self.run(batch.to(next(self.parameters()).device), lengths, frames), [ready.frames for ready in every]
+
+    def fingerprint(self) -> int:
+        """CRC-32 of configuration and weights in bfloat16: the same for an encoder in fp32 and in bfloat16."""
+        value = zlib.crc32(repr(self.config).encode())
+        for name, tensor in self.state_dict().items():
+            value = crc_of(tensor.to(torch.bfloat16), zlib.crc32(name.encode(), value))
+        return value
 
     def stream(self) -> EncoderStream:
         """An encoding of a sound that is still coming."""

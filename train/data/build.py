@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -54,6 +54,33 @@ def build_pipeline(
     options = (config.augment, config.seed, config.system, config.cut, heard_only)
     maker = ExampleMaker(model, tokenizer, codec, build_alignment(config, tokenizer), *options)
     return Pipeline(mixture, tasks, maker, config.packing, config.seed, broken=config.broken)
+
+
+def take_frames(pipeline: Pipeline, encoder: Callable[[], int], held_out: Sequence[Row], obstacle: str) -> str:
+    """Has examples take the frames that rows keep of this encoder in place of the questions' sound, where the first row of each
+    source and all held-out ones have them; returns what is to be said, "" where none keeps any.
+
+    Args:
+        encoder: computes its fingerprint.
+        obstacle: why the run needs the sound; "" where it does not.
+    """
+    stored, rows = [source for source in pipeline.mixture.sources if isinstance(source, StoredRows)], [*held_out]
+    for source in stored:
+        with suppress(UserError):  # training reports it
+            rows.append(source.whole()[0])
+    kept = [turn.question_frames for row in rows for turn in row.turns if turn.question_audio is not None]
+    if not any(kept):
+        return ""
+    fingerprint = encoder()
+    lacking = sum(frames is None or frames.encoder != fingerprint for frames in kept)
+    if lacking or len(stored) < len(pipeline.mixture.sources):
+        obstacle = obstacle or "some rows have none of this encoder, prepare all with --frames MODEL"
+    if obstacle:
+        return f"the frames kept with the rows are not taken: {obstacle}"
+    pipeline.maker.frames = fingerprint
+    for source in stored:
+        source.needed = None if source.needed is None else replace(source.needed, frames=True)
+    return "the frames kept with the rows are taken: no sound is decoded or encoded"
 
 
 def build_mixture(config: DataConfig, sources: Sequence[Source], seed: int) -> Mixture:

@@ -222,9 +222,13 @@ class Objective(nn.Module):
         empty = len(frames) == 0
         if empty:
             encoder = model.config.encoder
-            lengths, frames = [encoder.feature_frames(1)], [1]
-            inputs = torch.zeros(1, encoder.bands, lengths[0], device=batch.tokens.device)
-        heard = model.encoder.run(inputs, lengths, frames)
+            lengths, frames = [1 if batch.encoded else encoder.feature_frames(1)], [1]
+            size = encoder.width if batch.encoded else encoder.bands
+            inputs = torch.zeros(1, size, lengths[0], device=batch.tokens.device)
+        if batch.encoded:
+            heard = torch.cat([clip[:, :count].T for clip, count in zip(inputs, frames, strict=True)])
+        else:
+            heard = model.encoder.run(inputs, lengths, frames)
         if model.projector.tasks:
             count = sum(-(-n // model.projector.stack) for n in frames)
             features = model.projector(heard, frames, feature_tasks(batch, count))

@@ -20,6 +20,7 @@ from omni.errors import UserError
 from omni.files import locked
 from omni.generate.speech_time import EXTRA as SPEECH_TIME
 from omni.lora.peft import merged_lazies
+from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.text import Tokenizer
 from omni.utils.hardware import peak_flops
@@ -32,7 +33,7 @@ from train.config.run import FitConfig, plain_config
 from train.console.progress import Screen, TrainProgress
 from train.data.batching.batch import Batch
 from train.data.batching.loader import StepLoader, process_shards
-from train.data.build import build_alignment, build_pipeline, estimate_speech_time, held_out_by_source
+from train.data.build import build_alignment, build_pipeline, estimate_speech_time, held_out_by_source, take_frames
 from train.distributed.fabric import (
     build_fabric,
     compile_blocks,
@@ -49,7 +50,15 @@ from train.objective.objective import Objective, targets
 from train.optim.optimizer import Average, build_optimizer, set_trainable
 from train.trainer import screen
 from train.trainer.balanced_step import Balancing
-from train.trainer.initial_model import Initial, apply_lora, build_initial, save_lora, teacher_checksum, teacher_of
+from train.trainer.initial_model import (
+    Initial,
+    apply_lora,
+    build_initial,
+    encoder_checksum,
+    save_lora,
+    teacher_of,
+    trains_encoder,
+)
 from train.trainer.logs import COUNT, DataCounts, HighestLosses, Logs, LogWriter
 from train.trainer.loop import Loop
 from train.trainer.metrics import StepFlops, StepHealth, StepMetrics
@@ -257,15 +266,17 @@ def build_parts(
     """Builds the parts of a run: model, objective, data, validation and export; says what its data are."""
     model, lora, group = initial.model, config.lora, group or process_group(config, fabric)
     teacher = teacher_of(config, model, initial.padded)
-    taught = teacher_checksum(model.encoder, group) if teacher is not None else None
+    taught = encoder_checksum(model.encoder, group) if teacher is not None else None
     base = apply_lora(model, lora, quantized_type(config.fabric.precision), group) if lora is not None else None
     model.set_checkpointing(config.fabric.checkpointing)
     pipeline = build_pipeline(config.data, model.config, initial.tokenizer, initial.codec, config.objective.encoder_alone)
     questions, broken = config.validation.questions, dict[str, str]() if config.data.broken == "skip" else None
     held_out_rows = held_out_by_source(config.data, initial.codec, questions, broken) if questions else []
+    rows = [row for _, rows in held_out_rows for row in rows]
+    if line := take_frames(pipeline, partial(encoder_checksum, model.encoder, group), rows, needs_sound(config, model)):
+        say(line)
     validate: Validator | None = None
     if config.validation.asks:
-        rows = [row for _, rows in held_out_rows for row in rows]
         items = items_of(rows, config.validation.tasks, initial.codec, model.config.encoder, broken)
         dtype = answering_type(fabric.device.type, config.fabric.precision)
         validate = Validator(initial, items, config.validation, fabric.device, dtype, folder)
@@ -323,6 +334,18 @@ def build_parts(
         validate=validate,
         export=export,
     )
+
+
+def needs_sound(config: FitConfig, model: SpeechModel) -> str:
+    """Why a run cannot take the encoder's frames as they are kept with the rows; "" where it can."""
+    reasons = {
+        "the encoder is trained": trains_encoder(config, model),
+        "data.augment changes the sound": config.data.augment is not None,
+        "the turn head is trained on the sound": model.turn_head is not None,
+        "the encoder is distilled": config.objective.distill_weight > 0,
+        "chunks are drawn in training": model.config.encoder.streams,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def with_alignment(config: FitConfig) -> FitConfig:

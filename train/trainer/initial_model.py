@@ -3,7 +3,6 @@ that may be quantised, and the teacher of a distilled encoder."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +23,7 @@ from omni.errors import UserError
 from omni.layout import Stream
 from omni.lora.attach import add_adapter, attach, linears_of
 from omni.lora.peft import AdapterWeights, check_base, load_adapter, replace_whole, save_adapter, weights_of
-from omni.model.linears import base_checksum, base_weight, crc_of, quantize
+from omni.model.linears import base_checksum, base_weight, quantize
 from omni.model.speech_model import SpeechModel
 from omni.stores.reading import local_path
 from omni.text import Tokenizer
@@ -230,15 +229,15 @@ def teacher_of(config: FitConfig, model: SpeechModel, padded: bool) -> Teacher |
     """
     if config.objective.distill_weight == 0:
         return None
-    names = [name for name, _ in model.named_parameters()]
-    trained = match_names(config.trainable_patterns, names, "trainable", strict=False)
-    own = any(name.startswith("encoder.") for name in trained)
-    return Teacher(model.encoder if own else None, padded)
+    return Teacher(model.encoder if trains_encoder(config, model) else None, padded)
 
 
-def teacher_checksum(encoder: Encoder, group: ProcessGroup) -> int:
-    """CRC-32 of an encoder's weights, of which all processes but the first may lack the values."""
-    value = 0
-    for name, tensor in encoder.state_dict().items() if group.first else ():
-        value = crc_of(tensor, zlib.crc32(name.encode(), value))
-    return group.broadcast(value)
+def trains_encoder(config: FitConfig, model: SpeechModel) -> bool:
+    """Whether a run trains weights of the encoder, or adapters on it where the model has them by now."""
+    names = [name for name, _ in model.encoder.named_parameters(prefix="encoder")]
+    return bool(match_names(config.trainable_patterns, names, "trainable", strict=False))
+
+
+def encoder_checksum(encoder: Encoder, group: ProcessGroup) -> int:
+    """`Encoder.fingerprint` of an encoder of which all processes but the first may lack the weights."""
+    return group.broadcast(encoder.fingerprint() if group.first else 0)

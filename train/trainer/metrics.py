@@ -206,7 +206,8 @@ class StepHealth(Observer):
 class StepFlops:
     """FLOPs of a forward and backward pass of a packed batch, counted as Kaplan et al. 2020 do: 2 a weight and position
     forward, twice that backward; attention by the pairs that see each other; heads only where a target is. A frozen
-    encoder costs its forward pass only, and a teacher too. Recomputation by checkpointing is not counted as work."""
+    encoder costs its forward pass only, or nothing where the rows keep its frames, and a teacher too. Recomputation by
+    checkpointing is not counted as work."""
 
     def __init__(self, model: SpeechModel, objective: ObjectiveConfig | None = None) -> None:
         decoder, encoder, sizes = model.decoder, model.encoder, numels(model)
@@ -215,7 +216,8 @@ class StepFlops:
         c = decoder.config
         self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
         matrices = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
-        self.per_frame = matrices + sum(sizes[f"projector.{n}"] for n, p in model.projector.named_parameters() if p.ndim >= 2)
+        self.projected = sum(sizes[f"projector.{n}"] for n, p in model.projector.named_parameters() if p.ndim >= 2)
+        self.per_frame = matrices + self.projected
         self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
         self.alone = objective is not None and objective.encoder_alone
         if objective is not None and objective.distill_weight > 0:
@@ -227,6 +229,8 @@ class StepFlops:
         frames = float(sum(batch.frames))
         frame_pairs = float(sum(n * n for n in batch.frames))
         hearing = self.passes * (self.per_frame * frames + 2.0 * self.encoder_pair * frame_pairs)
+        if batch.encoded:
+            hearing = 6.0 * self.projected * frames
         if self.alone:
             return hearing
         heads = sum(6.0 * w * n for w, n in zip(self.widths, targets.tolist(), strict=False))

@@ -114,17 +114,18 @@ def build_held_out(
     them; none where no example can be made. Examples that no packed row can hold are left out. `broken` receives why rows
     are; where it is None a broken row is a UserError."""
     plain_maker = ExampleMaker(maker.model, maker.tokenizer, maker.codec, maker.alignment, heard_only=maker.heard_only)
-    layout, bands = maker.model.layout, maker.model.encoder.bands
+    plain_maker.frames = maker.frames
+    layout, bands, encoded = maker.model.layout, maker.input_size, maker.frames is not None
     own: list[Batch] = []
     made, examples = 0, 0
     packed = _packed(_examples(rows_by_source, packing, plain_maker, broken), packing)
     while rows := list(islice(packed, packing.rows)):
         examples += sum(map(len, rows))
         if made % world == rank:
-            own.append(assemble([*rows, *[[]] * (packing.rows - len(rows))], packing.length, layout, bands, {}))
+            own.append(assemble([*rows, *[[]] * (packing.rows - len(rows))], packing.length, layout, bands, {}, encoded))
         made += 1
     if len(own) < -(-made // world):
-        own.append(assemble([[]] * packing.rows, packing.length, layout, bands, {}))
+        own.append(assemble([[]] * packing.rows, packing.length, layout, bands, {}, encoded))
     return HeldOut(own, sum(len(rows) for _, rows in rows_by_source), examples, broken or {})
 
 

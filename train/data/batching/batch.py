@@ -49,7 +49,8 @@ class Batch:
         feature_index: [R, T] index of each column's encoder feature, counted over all clips of the batch, -1 for none.
         segments: [R, T] number of the example within its row; the unused end has a number of its own.
         task: [R, T] index into `tuple(TASKS)`, -1 in columns without example.
-        inputs: [N, M, t] features of the clips as the encoder takes them, zero beyond their ends.
+        inputs: [N, M, t] features of the clips as the encoder takes them, zero beyond their ends; or, where `encoded`, the
+            frames that it made of them, [N, D, t].
         input_lengths, frames: feature frames and encoder frames of each clip.
         transcripts: ids for the alignment loss of each clip, empty where there are none.
         names: `each`: row (`Example.where`) and tasks of each segment, in the rows one after another, empty for an unused end.
@@ -73,6 +74,7 @@ class Batch:
     state: dict[str, Any]
     names: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(each=()))
     turn: Tensor | None = None
+    encoded: bool = False
     known: SimpleNamespace = field(default_factory=SimpleNamespace, init=False, repr=False, compare=False)
 
     TENSORS = ("tokens", "targets", "feature_index", "segments", "task", "inputs")
@@ -145,8 +147,11 @@ class Batch:
         return moved
 
 
-def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, bands: int, state: dict[str, Any]) -> Batch:
-    """Assemble rows of examples into one micro-batch, each row padded to `length` columns."""
+def assemble(
+    rows: Sequence[Sequence[Example]], length: int, layout: Layout, bands: int, state: dict[str, Any], encoded: bool = False
+) -> Batch:
+    """Assemble rows of examples into one micro-batch, each row padded to `length` columns. `bands`: values of a clip's inputs,
+    which are the encoder's frames where `encoded`."""
     shape = (len(rows), len(layout), length)
     tokens = layout.ids("pad")[None, :, None].repeat(shape[0], 1, length)
     targets = torch.full(shape, IGNORE)
@@ -190,6 +195,7 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, layout: Layout, ban
         state=state,
         names=SimpleNamespace(each=tuple(names)),
         turn=torch.cat(labels) if any(clip.turn is not None for clip in clips) else None,
+        encoded=encoded,
     )
 
 

@@ -109,7 +109,8 @@ def turn_labels(voice: Tensor, frames: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Clip:
-    """One window of the encoder's input: features [M, F], its number of encoder frames, and its transcript's ids, if any.
+    """One window of the encoder's input: features [M, F], its number of encoder frames, and its transcript's ids, if any. Where
+    frames are kept with the rows, `inputs` are these, [D, T].
     `turn`: labels of the turn head, see `turn_labels`; None without such a head, and for a window of a longer sound."""
 
     inputs: Tensor
@@ -199,7 +200,12 @@ class ExampleMaker:
         system: rows' system messages come before their first questions; otherwise they are left out.
         cut: share of the answers, other than a conversation's last, that are cut; see `interrupted`.
         heard_only: nothing but the encoder is trained: examples end with their questions, of which rows need the sound alone.
+
+    Attributes:
+        frames: fingerprint of the encoder whose frames, kept with the rows, are the inputs; None for features of the sound.
     """
+
+    frames: int | None = None
 
     def __init__(
         self,
@@ -234,6 +240,11 @@ class ExampleMaker:
                 "data.augment.pauses needs features with a fixed floor, which silence has: set encoder.mode to chunked, or "
                 "encoder.mel_floor to fixed"
             )
+
+    @property
+    def input_size(self) -> int:
+        """Values of a feature frame, or of a frame kept with the rows."""
+        return self.model.encoder.bands if self.frames is None else self.model.encoder.width
 
     def make(self, draw: int, prepared: Prepared, tasks: Sequence[str], source: str = "") -> Example:
         """Make the example of a prepared row as draw number `draw`, with one task for each turn.
@@ -308,13 +319,13 @@ class ExampleMaker:
 
     def _clips(self, draw: int, prepared: Prepared, number: int, turn: RowTurn) -> list[Clip]:
         """The question's clips, augmented for this draw."""
-        assert turn.question_audio is not None
         if number not in prepared.heard:
-            audio = turn.question_audio.load(SAMPLE_RATE)
             key = ("sound", draw, number) if prepared.kept_as is None else ("kept", *prepared.kept_as, number)
-            prepared.heard[number] = self._features(audio, *key)
+            prepared.heard[number] = self._features(turn, *key) if self.frames is None else self._kept(turn)
             turns = list(prepared.row.turns)
-            turns[number] = replace(turn, question_audio=Sound())  # the samples are twice as large as the features
+            turns[number] = replace(
+                turn, question_audio=Sound(), question_frames=None
+            )  # the samples are twice as large as the features
             prepared.row = replace(prepared.row, turns=tuple(turns))
         heard = prepared.heard[number]
         transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
@@ -324,8 +335,18 @@ class ExampleMaker:
             clips.append(Clip(mel, frames, transcript, None if voice is None else turn_labels(voice, frames)))
         return clips
 
-    def _features(self, audio: Tensor, *key: int | str) -> list[ClipFeatures]:
-        """Features [M, F] and encoder frames of each window of a question [S], its sound augmented by the seed `key`."""
+    def _kept(self, turn: RowTurn) -> list[ClipFeatures]:
+        """The frames [D, T] of each window, as the row keeps them."""
+        kept = turn.question_frames
+        if kept is None or kept.encoder != self.frames:
+            have = "no frames" if kept is None else "frames of another encoder"
+            raise UserError(f"it has {have}, and other rows those of the model's: prepare all with --frames MODEL, or none")
+        return [ClipFeatures(frames.T, len(frames)) for frames in kept.clips]
+
+    def _features(self, turn: RowTurn, *key: int | str) -> list[ClipFeatures]:
+        """Features [M, F] and encoder frames of each window of a question, its sound augmented by the seed `key`."""
+        assert turn.question_audio is not None
+        audio = turn.question_audio.load(SAMPLE_RATE)
         encoder, stack = self.model.encoder, self.model.projector.stack
         try:
             encoder.clips(len(audio))  # a question that is too long is refused before augmentation changes its length

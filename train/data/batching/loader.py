@@ -158,8 +158,9 @@ class PackerShard:
             self.pipeline.mixture.check(self.next, self.stride)
         for example in (example for row in rows for example in row):
             self.counts.train(example.source, Trained(1, example.milliseconds, len(example.columns)))
-        model = self.pipeline.maker.model
-        return assemble(rows, packing.length, model.layout, model.encoder.bands, self.state())
+        maker = self.pipeline.maker
+        encoded = maker.frames is not None
+        return assemble(rows, packing.length, maker.model.layout, maker.input_size, self.state(), encoded)
 
     def state(self) -> dict[str, Any]:
         """State as plain data, from which `PackerShard(state=...)` goes on."""

@@ -27,7 +27,7 @@ from omni.stores.reading import content_key, naming
 from omni.utils.remote import find_address, refuse_remote
 from train.console.progress import Display, Progress, counted
 from train.data.executor import Processes, imap
-from train.data.prepare.rows import BLOCK, BlockMaker, PrepareConfig, PrepareTally, codec_of, voice_of
+from train.data.prepare.rows import BLOCK, BlockMaker, PrepareConfig, PrepareTally, codec_of, encoder_of, voice_of
 from train.data.prepare.shards import AGAIN, REPORT, ShardWriter, checksum, read_report, stored, write_report
 from train.data.readers import OpenedSource, data_path, open_source
 from train.data.readers.files import list_files
@@ -61,6 +61,7 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address
         "source_checksum": checksum(path) if path.is_file() and path.stat().st_size <= _SMALL else None,
         **({} if address is None else {"source_versions": content_key(path)}),
         "codec_weights": {file.name: checksum(file) for file in sorted(codec.iterdir()) if file.is_file()} if codec else None,
+        "frames_encoder": None if (encoder := encoder_of(config)) is None else encoder.fingerprint(),
         **plain,
     }
 

@@ -28,7 +28,7 @@ from train.data.readers.codes import codes_seconds
 from train.data.readers.files import Files
 from train.data.readers.source import one_line
 from train.data.rows.reference import Reference
-from train.data.rows.row import Codes, Row, RowTurn, Sound, checked, inside, to_plain
+from train.data.rows.row import Codes, Frames, Row, RowTurn, Sound, checked, inside, to_plain
 from train.data.seeding import key
 from train.data.tts.voices import SpeakingConfig, SpeakingVoice, Voice, check_spec, make_voice
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from omni.codec.base import AudioCodec
+    from omni.encoder.base import Encoder
 
 
 SIDES = ("question", "answer")
@@ -66,7 +67,9 @@ class PrepareConfig:
         seed: of the choice of voices, together with the row's id.
         codec: encode spoken answers by this audio codec (`codec2`, `snac`, ...); empty leaves codes and sound as they are.
         codec_folder: its weights.
-        device: where the codec computes.
+        frames: also keep what the encoder of this model folder makes of questions, in fp32 rounded to bfloat16: a run in which
+            it is frozen takes these frames, and decodes and encodes nothing.
+        device: where codec and encoder compute.
         keep_answer_audio: store an answer's sound beside its codes.
         question_rate: samples per second that questions are stored with, as FLAC; 0 leaves files as they are (but WAV
             becomes FLAC).
@@ -92,6 +95,7 @@ class PrepareConfig:
     seed: int = 0
     codec: str = ""
     codec_folder: str = ""
+    frames: str = ""
     device: str = "cpu"
     keep_answer_audio: bool = False
     question_rate: NonNegativeInt = SAMPLE_RATE
@@ -259,6 +263,8 @@ class BlockMaker:
         self.source, self.schema = source, schema
         self.config, self.codec = config, codec_of(config)
         self.voices = {side: voice_of(config, side) for side in config.sides}
+        self.encoder = encoder_of(config)
+        self.fingerprint = None if self.encoder is None else self.encoder.fingerprint()
 
     def __call__(self, items: range) -> PreparedBlock:
         """Make the block of these items; UserError where the source cannot be read at all."""
@@ -339,7 +345,11 @@ class BlockMaker:
             question, seconds = self._stored(question, self.config.question_rate)
             done.question_seconds += seconds
         audio, codes = self._answer(row, number, turn, done)
-        return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes)
+        frames = turn.question_frames
+        if question is not None and self.encoder is not None and self.fingerprint is not None:
+            ready = self.encoder.config.prepare(question.load(SAMPLE_RATE))
+            frames = Frames.of(self.fingerprint, self.encoder.encode([ready])[0].split(ready.clip_frames))
+        return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes, question_frames=frames)
 
     def _answer(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> tuple[Sound | None, Codes | None]:
         """Sound and codes of the answer; None for each that is not stored."""
@@ -391,6 +401,17 @@ class BlockMaker:
 def codec_of(config: PrepareConfig) -> AudioCodec | None:
     """Load the codec that encodes answers, None where none is set; UserError where it cannot be loaded."""
     return load_codec(config.codec, config.codec_folder or None, config.device) if config.codec else None
+
+
+def encoder_of(config: PrepareConfig) -> Encoder | None:
+    """Load the encoder whose frames are kept, in fp32; None where none are. UserError: no model folder."""
+    if not config.frames:
+        return None
+    import torch
+
+    from omni.checkpoint.folder import load_folder
+
+    return load_folder(config.frames, config.device, torch.float32, mute=True).model.eval().encoder
 
 
 def voice_of(config: PrepareConfig, side: str) -> Voice:

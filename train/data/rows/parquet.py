@@ -10,6 +10,7 @@ Parts of a turn that are large have Parquet columns of their own, and are read w
     answer_codes      tasks with a spoken answer
     answer_audio      the same, where a turn has no codes
     words             where answers are cut
+    question_frames   in place of question_audio, where a run takes them (a column beside `turns`)
 
 Everything else of a row is small and always read. What the tasks of a source need is read of every row at once; what only the
 task needs that a row names itself, or a turn without codes, is read after it.
@@ -57,7 +58,8 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 
-PARTS = frozenset({"question_audio", "answer_audio", "answer_codes", "words"})
+FRAMES = "question_frames"
+PARTS = frozenset({"question_audio", "answer_audio", "answer_codes", "words", FRAMES})
 REST = "rest"
 """Stands for the columns that are no part's."""
 
@@ -68,8 +70,8 @@ def leaf_paths(metadata: pq.FileMetaData, parts: frozenset[str]) -> list[str]:
     out = []
     for number in range(metadata.num_columns):
         path = metadata.schema.column(number).path
-        first, *inner = path.split(".")
-        if first in row_schema().names and next((name for name in inner if name in PARTS), REST) in parts:
+        names = path.split(".")
+        if names[0] in row_schema().names and next((name for name in names if name in PARTS), REST) in parts:
             out.append(path)
     return out
 
@@ -81,20 +83,22 @@ class Needed:
     Attributes:
         tasks: names of tasks that rows are used for, unless they name one themselves.
         words: answers are cut.
+        frames: those kept with the rows are read in place of the questions' sound.
     """
 
     tasks: frozenset[str]
     words: bool = False
     heard_only: bool = False
+    frames: bool = False
 
     @cached_property
     def first(self) -> frozenset[str]:
         """The parts that are read of every row."""
-        return self._parts(self.tasks) | {REST}
+        return self._parts(self.tasks) | {REST} | ({FRAMES} if self.frames else set())
 
     def next(self, plain: Mapping[str, Any]) -> frozenset[str]:
         """The parts still to be read of a row whose first parts are `plain`."""
-        wanted = self._parts([plain["task"]]) if plain["task"] else self.first - {REST}
+        wanted = self._parts([plain["task"]] if plain["task"] else self.tasks)
         turns = plain["turns"] or ()
         lacking = frozenset(part for part in wanted if not all(part in turn for turn in turns))
         if not lacking and "answer_codes" in wanted and not all(has_codes(turn["answer_codes"]) for turn in turns):
@@ -104,7 +108,7 @@ class Needed:
     def _parts(self, names: Iterable[str]) -> frozenset[str]:
         tasks = [TASKS[name] for name in names if name in TASKS]  # an unknown one is refused where the example is made
         wanted = {
-            "question_audio": any(task.question == "audio" for task in tasks),
+            "question_audio": any(task.question == "audio" for task in tasks) and not self.frames,
             "answer_codes": any(task.audio for task in tasks) and not self.heard_only,
             "words": self.words and not self.heard_only,
         }

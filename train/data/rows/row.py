@@ -7,6 +7,10 @@
     speaker    string    speaker of the questions
     task       string    a task that all turns are meant for, "" to leave it to the mixture
     system     string    text of the conversation's system message, "" for none; files without the column have none
+    question_frames      of each turn, what an encoder made of question_audio: {encoder, counts, data}; null for none
+        encoder    int64     `omni.encoder.base.Encoder.fingerprint`
+        counts     list of int32: frames of each clip
+        data       binary    frames of all clips, bfloat16 [sum of counts, width]
     turns      list of
         question_text   string
         question_audio  {bytes, path}
@@ -33,7 +37,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -57,7 +61,7 @@ if TYPE_CHECKING:
 
 ROW_VERSION = 2
 
-OPTIONAL = ("system",)
+OPTIONAL = ("system", "question_frames")
 """Columns that files of this version may lack: they were added later."""
 
 
@@ -196,6 +200,30 @@ class Codes:
         return codec.check(frames)
 
 
+class Frames(NamedTuple):
+    """What an encoder made of a question: its fingerprint, the frames of each clip, and all of them as bytes of bfloat16."""
+
+    encoder: int
+    counts: Sequence[int]
+    data: bytes
+
+    @classmethod
+    def of(cls, encoder: int, clips: Sequence[Tensor]) -> Frames:
+        """Keep the frames [T, D] of clips."""
+        import torch
+
+        data = torch.cat(list(clips)).to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+        return cls(encoder, [len(clip) for clip in clips], data)
+
+    @property
+    def clips(self) -> Sequence[Tensor]:
+        """Frames [T, D] of each clip."""
+        import torch
+
+        frames = torch.frombuffer(bytearray(self.data), dtype=torch.bfloat16)
+        return frames.view(sum(self.counts), -1).split(list(self.counts))
+
+
 class Word(NamedTuple):
     """A word and its times, in seconds from the start of its sound; `who` is "user" or "model"."""
 
@@ -213,6 +241,7 @@ class RowTurn:
         words: words with their times, where these are known.
         question_start, answer_start: seconds at which the two sounds start in the recording that they are cut from, so that
             pauses and overlaps can be restored.
+        question_frames: what an encoder made of the question's sound.
     """
 
     question_text: str = ""
@@ -223,6 +252,7 @@ class RowTurn:
     words: tuple[Word, ...] = ()
     question_start: float = 0.0
     answer_start: float = 0.0
+    question_frames: Frames | None = None
 
     def written(self, task: Task) -> str:
         """The text that `task` writes of this turn."""
@@ -231,7 +261,7 @@ class RowTurn:
     def lacks(self, task: Task, heard_only: bool = False) -> str | None:
         """Name of a field that `task` needs and the turn lacks; None where it lacks nothing. `heard_only`: nothing but the
         encoder is trained, on the sound of the question."""
-        if task.question == "audio" and self.question_audio is None:
+        if task.question == "audio" and self.question_audio is None and self.question_frames is None:
             return "question_audio"
         if heard_only:
             return None if task.question == "audio" else "spoken question"
@@ -275,7 +305,9 @@ def features() -> datasets.Features:
         "question_start": Value("float32"),
         "answer_start": Value("float32"),
     }
-    return Features({"version": Value("int32"), **dict.fromkeys(_TEXTS, text), "turns": List(turn), "system": text})
+    frames = List({"encoder": Value("int64"), "counts": List(Value("int32")), "data": Value("binary")})
+    texts = dict.fromkeys(_TEXTS, text)
+    return Features({"version": Value("int32"), **texts, "turns": List(turn), "system": text, "question_frames": frames})
 
 
 @cache
@@ -304,12 +336,16 @@ def to_plain(row: Row) -> dict[str, Any]:
                 "words": [word._asdict() for word in turn.words],
             }
         )
-    return {"version": row.version, **{name: getattr(row, name) for name in _TEXTS}, "turns": turns, "system": row.system}
+    frames = [turn.pop("question_frames") for turn in turns]
+    kept = [None if each is None else each._asdict() for each in frames] if any(frames) else None
+    texts = {name: getattr(row, name) for name in (*_TEXTS, "system")}
+    return {"version": row.version, **texts, "turns": turns, "question_frames": kept}
 
 
 def from_plain(data: Mapping[str, Any], folder: Path | None, where: str) -> Row:
     """Make a row of stored data; its references are relative to `folder`, which is None for rows in a store. UserError for
     another version or no turns."""
+    frames = data.get("question_frames") or [None] * len(data["turns"] or ())
     turns = tuple(
         RowTurn(
             turn["question_text"] or "",
@@ -320,8 +356,9 @@ def from_plain(data: Mapping[str, Any], folder: Path | None, where: str) -> Row:
             tuple(Word(**word) for word in turn["words"] or ()),
             turn["question_start"] or 0.0,
             turn["answer_start"] or 0.0,
+            Frames(**kept) if kept and kept["data"] else None,
         )
-        for turn in data["turns"] or ()
+        for turn, kept in zip(data["turns"] or (), frames, strict=True)
     )
     texts = {name: data[name] or "" for name in _TEXTS}
     row = Row(turns, version=data["version"], where=where, system=data.get("system") or "", **texts)
