@@ -181,9 +181,11 @@ def _compare(argv: Sequence[str]) -> int:
 
 
 def _show_figures(run: Run, figures: Mapping[str, Figure]) -> None:
-    from train.eval.report import REPORT, against_of, change_table, figure_table, size_lines, turn_table
+    from train.eval.report import REPORT, against_of, change_table, figure_table, group_table, size_lines, turn_table
 
     print_table(f"{run.answered} questions answered as {run.started['task']}", *figure_table(figures))
+    if run.groups:
+        print_table(f"by {run.by}", *group_table(run))
     turns = turn_table(run)
     if turns[1]:
         print_table("turns, each after the model's own answers", *turns)

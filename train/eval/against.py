@@ -11,7 +11,7 @@ Dimensions: B rows, K streams, C or T columns, N supervised columns of a stream,
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from train.eval.config import EvalConfig
 from train.eval.held_out import Item
 from train.eval.journal import record_all
 from train.eval.questions import Questions
-from train.scoring.text import find_normaliser
+from train.scoring.text import find_normaliser, says_the_same, text_errors
 
 
 def check_alike(lm: SpeechLM, other: SpeechLM, where: Path) -> None:
@@ -162,21 +162,24 @@ def load_before(path: Path, device: str) -> SpeechLM:
     return SpeechLM.from_pretrained(path, device=device, kernels="reference")
 
 
-def check_texts(questions: Questions) -> None:
-    """Refuse data without any row whose question and answer are written (UserError)."""
-    if all(isinstance(row, Broken) or _lacks(row) for _, row in questions.iterate()):
+def check_texts(questions: Questions, answered: bool) -> None:
+    """Refuse data without any row whose question, and answer where `answered`, is written (UserError)."""
+    if all(isinstance(row, Broken) or _lacks(row, answered) for _, row in questions.iterate()):
         raise UserError(
-            "the text-only score needs rows with a question's text and a reference answer, and the data have none: name other "
-            "data, or leave --text and --text_before out"
+            f"the text-only score needs rows with a question's text{' and a reference answer' * answered}, and the data have "
+            "none: name other data, or leave --text and --text_before out"
         )
 
 
-def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Path, progress: Progress) -> None:
-    """Appends one record per item to `file`; items without both texts have `broken`."""
-    normaliser, context = find_normaliser(config.normaliser), lm.config.decoder.context
+def score_texts(
+    lm: SpeechLM, questions: Questions, config: EvalConfig, file: Path, progress: Progress, spoken: Mapping[int, str] = {}
+) -> None:
+    """Appends one record per item to `file`; items without both texts have `broken`. `spoken`: the answers to spoken questions
+    by index, with which those to the written ones are compared; these need no reference answer."""
+    context = lm.config.decoder.context
 
     def prepare(index: int, row: Row) -> EvalQuestion:
-        if why := _lacks(row):
+        if why := _lacks(row, index not in spoken):
             raise UserError(why)
         if len(example(lm.layout, [_turn(lm, row)])) > context:
             raise UserError(f"question and answer do not fit in the model's context of {context}")
@@ -188,8 +191,16 @@ def score_texts(lm: SpeechLM, questions: Questions, config: EvalConfig, file: Pa
         asked_so = negative_log_likelihood(lm, [example(lm.layout, [turn]) for turn in turns])
         plain = negative_log_likelihood(lm, [plain_text(lm, turn) for turn in turns], lm.layout.text.size)
         for question, answer, nll, without in zip(asked, answers, asked_so, plain, strict=True):
-            exact = normaliser(answer.text) == normaliser(question.row.turns[0].answer_text)
-            scores = {"text_exact_match": (float(exact), 1), "text_perplexity": nll, "text_perplexity_plain": without}
+            turn, normaliser = question.row.turns[0], find_normaliser(config.normaliser, question.row.language)
+            written, scores = normaliser(answer.text), dict[str, tuple[float, float]]()
+            if turn.answer_text.strip():
+                exact = float(written == normaliser(turn.answer_text))
+                scores = {"text_exact_match": (exact, 1), "text_perplexity": nll, "text_perplexity_plain": without}
+            if (heard := spoken.get(question.index)) is not None:
+                said = normaliser(heard)
+                scores["as_written"] = (float(says_the_same(turn.question_text, answer.text, heard, normaliser)), 1)
+                scores["as_written_exact"] = (float(said == written != ""), 1)
+                scores["as_written_wer"] = text_errors(written, said, question.row.language)[1:]
             yield {"response": answer.text, "scores": scores}
 
     record_all(file, questions, config, progress, prepare, score)
@@ -202,7 +213,7 @@ def check_before(path: Path, tokenizer: Tokenizer, questions: Questions, count: 
         raise UserError(f"--text_before {path} is no folder of a model: name a model folder, or a language model's")
     before = Tokenizer.from_file(path / "tokenizer.json")
     for _, (_, row) in zip(range(count), questions.iterate(), strict=False):
-        if isinstance(row, Broken) or _lacks(row):
+        if isinstance(row, Broken) or _lacks(row, answered=True):
             continue
         for text in (row.turns[0].question_text, row.turns[0].answer_text):
             if tokenizer.encode(text) != before.encode(text):
@@ -252,12 +263,12 @@ def plain_text(lm: SpeechLM, turn: Turn) -> Columns:
     return Columns(tokens, targets, torch.full((len(ids),), -1))
 
 
-def _lacks(row: Row) -> str:
-    """Why a row has no text-only score; "" where it has one."""
-    for noun, text in (("question", row.turns[0].question_text), ("answer", row.turns[0].answer_text)):
-        if not text.strip():
-            return f"has no {noun} text"
-    return ""
+def _lacks(row: Row, answered: bool) -> str:
+    """Why a row has no text-only score, for which it needs an answer where `answered`; "" where it has one."""
+    turn = row.turns[0]
+    if not turn.question_text.strip():
+        return "has no question text"
+    return "has no answer text" if answered and not turn.answer_text.strip() else ""
 
 
 def _turn(lm: SpeechLM, row: Row) -> Turn:

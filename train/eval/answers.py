@@ -38,7 +38,7 @@ from train.eval.held_out import Item, read_item, scores_of
 from train.eval.journal import noting_broken, record_all
 from train.eval.measures import MEASURES, metric_scores
 from train.eval.questions import Questions, RecordRow
-from train.scoring.asr import ASR, transcript
+from train.scoring.asr import ASR, transcripts
 from train.scoring.text import find_normaliser, text_errors
 
 
@@ -76,7 +76,8 @@ def answer_all(
 
     def score(asked: list[EvalQuestion]) -> list[dict[str, Any]]:
         answers = ask(lm, asked, config, sound=asr is not None or any(measure.sound for measure in MEASURES.values()))
-        return [judge(question, answer, task, config, asr, lm.codec) for question, answer in zip(asked, answers, strict=True)]
+        heard = recognise(asr, asked, answers, lm.codec)
+        return [judge(q, answer, task, config, *texts) for q, answer, texts in zip(asked, answers, heard, strict=True)]
 
     record_all(file, questions, config, progress, partial(make_question, lm, task), score)
 
@@ -95,29 +96,40 @@ def ask(lm: SpeechLM, asked: Sequence[EvalQuestion], config: EvalConfig, sound: 
 
 
 @torch.no_grad()
+def recognise(
+    asr: ASR | None, asked: Sequence[EvalQuestion], answers: Sequence[Answer], codec: AudioCodec | None
+) -> list[tuple[str | None, str | None]]:
+    """Recognises spoken answers, and the codes of their references, where they have some that are written too."""
+    if asr is None or codec is None:
+        return [(None, None)] * len(asked)
+    languages = [query.row.language for query in asked]
+    codes = [query.item.codes if query.item.text is not None else None for query in asked]
+    right = transcripts(asr, [c if c is None else codec.decode(c) for c in codes], codec.sample_rate, languages)
+    heard = transcripts(asr, [answer.audio for answer in answers], answers[0].sample_rate, languages)
+    return [(text, None if c is None else r) for text, r, c in zip(heard, right, codes, strict=True)]
+
+
 def judge(
-    query: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, asr: ASR | None = None, codec: AudioCodec | None = None
+    query: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, heard: str | None = None, right: str | None = None
 ) -> dict[str, Any]:
-    """Scores an answer; returns its record, without `index` and `where`. With a codec, the ASR also recognises the reference's
-    codes."""
-    row, item, normaliser = query.row, query.item, find_normaliser(config.normaliser)
+    """Scores an answer; returns its record, without `index` and `where`. `heard`: what the ASR recognises of it; `right`: of
+    the reference's codes."""
+    row, item, normaliser = query.row, query.item, find_normaliser(config.normaliser, query.row.language)
     scores = scores_of(item if task.text else replace(item, text=None), answer, normaliser, row.language)
-    reference, heard = None if item.text is None else normaliser(item.text), None
+    reference = None if item.text is None else normaliser(item.text)
 
     def errors(wanted: str, transcribed: str) -> tuple[float, float]:
         return text_errors(wanted, normaliser(transcribed), row.language)[1:]
 
-    if asr is not None and task.audio:
-        heard = transcript(asr, answer.audio, answer.sample_rate, row.language)
-        if reference is not None:
-            scores["speech_wer"] = errors(reference, heard)
-            if item.codes is not None and codec is not None:
-                right = transcript(asr, codec.decode(item.codes), codec.sample_rate, row.language)
-                scores["ear_wer"] = errors(reference, right)
-        if task.text:
-            scores["speech_text_wer"] = errors(normaliser(answer.text), heard)
+    if heard is not None and reference is not None:
+        scores["speech_wer"] = errors(reference, heard)
+        if right is not None:
+            scores["ear_wer"] = errors(reference, right)
+    if heard is not None and task.text:
+        scores["speech_text_wer"] = errors(normaliser(answer.text), heard)
     record: dict[str, Any] = {
         "id": row.id,
+        "source": row.source,
         "language": row.language,
         "speaker": row.speaker,
         "question": item.question_text,
@@ -183,7 +195,7 @@ def answer_turns(
 
 def _converse(lm: SpeechLM, row: Row, task: Task, config: EvalConfig, seed: int) -> list[dict[str, Any]]:
     """Holds one conversation; UserError where a turn lacks what the task needs, or the session has no room for it."""
-    same, out = find_normaliser(config.normaliser), []
+    same, out = find_normaliser(config.normaliser, row.language), []
     with lm.session(seed=seed, system=row.system, pace="whole", **config.answering) as session:
         for number, turn in enumerate(row.turns):
             lacking = turn.lacks(task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -13,7 +13,6 @@ from omni.tasks import find_task
 from omni.utils.configuration import configuration
 from omni.utils.hardware import check_device, check_dtype, check_quantize
 from train.data.readers import ReaderOptions
-from train.scoring.text import find_normaliser
 
 
 @configuration
@@ -21,11 +20,13 @@ class EvalConfig:
     """An evaluation: how the data are read, how the questions are asked, and what is measured.
 
     Attributes:
-        task: what the questions are asked as; by default A1T1 for LibriSpeech and Common Voice, A1A2 for VoiceBench (A1T2 for
-            a model without codec weights), else what the rows' parts allow.
+        task: what the questions are asked as; by default A1T1 for LibriSpeech and Common Voice, A1T2 for VoiceBench (A1A2 with
+            `asr`), else what the rows' parts allow.
         limit: how many questions are asked, spread evenly over the data; by default all.
-        normaliser: what texts become before they are compared: basic (lower case, no punctuation), whisper-basic or
-            whisper-english (those of openai-whisper).
+        normaliser: what texts become before they are compared: whisper (openai-whisper's, of the row's language) or basic
+            (lower case, no punctuation).
+        by: a field of the rows, such as speaker, source or a column of VoiceBench, by whose values the figures are reported
+            too; voice keeps people apart from synthetic voices, whose speaker has a colon (espeak:en-us).
         asr: speech recogniser for the spoken answers: a Whisper (OpenAI's .pt file or a Hugging Face folder), or sphinx
             (pocketsphinx with the words of `asr_words`); by default none.
         asr_words: all the words that sphinx may recognise, such as [zero, one].
@@ -33,7 +34,8 @@ class EvalConfig:
         timed: how many questions are streamed one by one, for first audio and real-time factor.
         turns: also ask all turns of each row one after another, each after the model's own answers before it: exact match by
             source (of prepared dialogues, by skill) and turn.
-        text: also take the text-only score: the questions' texts asked as T1T2, perplexity of their reference answers.
+        text: also ask the questions in writing (T1T2): whether spoken ones are answered as these, perplexity of the reference
+            answers.
         text_before: the model before its speech training (a model folder, or a language model's Hugging Face folder), whose
             text-only score is set beside this one's.
         batch: questions that are answered side by side.
@@ -58,7 +60,8 @@ class EvalConfig:
 
     task: str | None = None
     limit: PositiveInt | None = None
-    normaliser: str = "basic"
+    normaliser: Literal["whisper", "basic"] = "whisper"
+    by: str = "voice"
     asr: str | None = None
     asr_words: list[str] = field(default_factory=list)
     asr_longest: PositiveInt = 8
@@ -84,7 +87,6 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.task is not None:
             find_task(self.task)
-        find_normaliser(self.normaliser)
         check_device(self.device)
         check_dtype(self.dtype)
         check_quantize(self.quantize, self.device)

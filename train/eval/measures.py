@@ -115,6 +115,22 @@ for _name, _measure in {
         "squared distance of the encoder's frames from those of the teacher, which hears whole recordings, over its square",
         "ratio",
     ),
+    "as_written": Measure(
+        "spoken as written",
+        "higher",
+        "share of the spoken questions whose answer says the same as that to the written question: token F1 of at least 0.5 "
+        "between the first sentences, without the question's and function words",
+    ),
+    "as_written_exact": Measure(
+        "spoken as written, exactly",
+        "higher",
+        "share of the spoken questions whose answer is that to the written one, normalised",
+    ),
+    "as_written_wer": Measure(
+        "spoken from written",
+        "lower",
+        "word (or character) errors of the answers to spoken questions, against those to written ones",
+    ),
     "text_exact_match": Measure(
         "text: exact match", "higher", "share of the written questions whose answer equals the reference"
     ),

@@ -128,13 +128,13 @@ class Questions:
                     yield index, replace(item, where=where)
 
 
-def choose_task(questions: Questions, lm: SpeechLM) -> Task:
-    """The task of the questions where none is configured; UserError where no row can be asked."""
+def choose_task(questions: Questions, lm: SpeechLM, heard: bool) -> Task:
+    """The task of the questions where none is configured; `heard`: there is an ASR. UserError where no row can be asked."""
     spoken = TASKS["A1A2" if lm.codec is not None else "A1T2"]
     if questions.source.format in ("librispeech", "common-voice"):
         return TASKS["A1T1"]
     if questions.source.format == VOICEBENCH.name:
-        return spoken
+        return spoken if heard else TASKS["A1T2"]
     why = ""
     for _, item in questions.iterate():
         if isinstance(item, Broken):

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from omni.files import read_json, write_json, write_whole
 from omni.utils.charts import INK, drawn, markdown_table
 from train.console.progress import counted
 from train.eval.journal import AGAIN, RUN, read_records
-from train.eval.measures import MEASURES, Figure, difference, figure, interval, pairs_of, plain, shown
+from train.eval.measures import MEASURES, RESAMPLES, Figure, difference, figure, interval, pairs_of, plain, shown
 from train.scoring.text import NORMALISERS
 
 ANSWERS, TIMINGS, TEXT, TEXT_BEFORE = "answers.jsonl", "timings.jsonl", "text.jsonl", "text_before.jsonl"
@@ -25,6 +26,8 @@ TURNS = "turns.jsonl"
 REPORT, TABLE, VOICEBENCH = "report.json", "report.md", "voicebench.jsonl"
 FEW = 4
 """Fewest questions for a verdict."""
+GROUPS = 4
+"""Most groups that the picture shows by themselves."""
 NAMED = 20
 """Broken rows, and mistaken answers, that the table names."""
 
@@ -34,19 +37,29 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of an output folder: what was started (`run.json`: model, data, task, settings), and the records by file."""
+    """The contents of an output folder: what was started (`run.json`: model, data, task, settings), and the records by file.
+    `by`: the field by which the figures are reported too (`EvalConfig.by`)."""
 
     folder: Path
     started: Mapping[str, Any]
     records: Mapping[str, Sequence[Record]]
+    by: str = "voice"
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Path, by: str = "voice") -> Run:
         """Reads a folder; UserError where no evaluation was started there."""
         if not (folder / RUN).is_file():
             raise UserError(f"{folder} holds no evaluation (it has no {RUN}); name the --out of one")
         files = (ANSWERS, TIMINGS, TEXT, TEXT_BEFORE, OTHERS, AGAINST, TURNS)
-        return cls(folder, read_json(folder / RUN, AGAIN), {name: read_records(folder / name) for name in files})
+        return cls(folder, read_json(folder / RUN, AGAIN), {name: read_records(folder / name) for name in files}, by)
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, Figure]]:
+        """Figures by the values of the field `by`; none where all questions have the same."""
+        value = {r["index"]: value_of(r, self.by) for r in self.records[ANSWERS] if "broken" not in r}
+        names = sorted(set(value.values()))
+        groups = {name: [r for r in self.scored if value.get(r["index"]) == name] for name in names if len(names) > 1}
+        return {name: figures_of(records) for name, records in groups.items()}
 
     @property
     def scored(self) -> list[Record]:
@@ -75,6 +88,21 @@ class ScoreChange:
         return {before: plain(self.before), after: plain(self.after), "difference": plain(self.difference)}
 
 
+def value_of(record: Record, by: str) -> str:
+    """The value of a field of a question's row, "-" where there is none; UserError where rows have no such field."""
+    if by == "voice":
+        return "synthetic" if ":" in record["speaker"] else "people" if record["speaker"] else "-"
+    fields = {name: record[name] for name in ("id", "source", "language", "speaker")} | record.get("given", {})
+    if by not in fields:
+        raise UserError(f"--by {by}: the rows have no such field; name voice or one of {', '.join(fields)}, and start again")
+    return str(fields[by] or "-")
+
+
+def figures_of(records: Sequence[Record]) -> dict[str, Figure]:
+    """All figures that records have pairs for."""
+    return {name: figure(name, pairs) for name in MEASURES if len(pairs := pairs_of(records, name))}
+
+
 def against_of(run: Run) -> dict[str, ScoreChange]:
     """The changes from the model that this one is set against, over the questions that both answered."""
     apart = run.records.get(AGAINST, ())
@@ -96,7 +124,7 @@ def compared(a: Sequence[Record], b: Sequence[Record]) -> dict[str, ScoreChange]
 
 def write_report(run: Run) -> dict[str, Figure]:
     """Write `report.json`, `report.md` and, of VoiceBench's data, `voicebench.jsonl`; returns the figures."""
-    figures = {name: figure(name, pairs) for name in MEASURES if len(pairs := pairs_of(run.scored, name))}
+    figures = figures_of(run.scored)
     against = against_of(run)
     changes = compared(run.records[TEXT_BEFORE], run.records[TEXT])
     data = {
@@ -104,6 +132,7 @@ def write_report(run: Run) -> dict[str, Figure]:
         "answered": run.answered,
         "broken": [{"where": r["where"], "why": r["broken"]} for r in run.broken],
         "figures": {name: plain(f) for name, f in figures.items()},
+        f"by_{run.by}": {f"{name}/{value}": plain(f) for value, own in run.groups.items() for name, f in own.items()},
         "text_change": {name: c.plain() for name, c in changes.items()},
     }
     if run.records.get(OTHERS):
@@ -127,6 +156,8 @@ def _markdown(
 ) -> str:
     started = run.started
     lines = [*_heading(run), "", markdown_table(*figure_table(figures))]
+    if run.groups:
+        lines += ["", f"## By {run.by}", "", markdown_table(*group_table(run))]
     if against:
         lines += ["", f"## Against {started['against']}", "", *size_lines(run)]
         lines.append(markdown_table(*change_table(against, "against", "model")))
@@ -136,7 +167,7 @@ def _markdown(
     turns = turn_table(run)
     if turns[1]:
         lines += ["", "## Turns, each after the model's own answers", "", markdown_table(*turns)]
-    lines += ["", "Intervals: bootstrap over questions. The figures:", ""]
+    lines += ["", f"Intervals: percentiles 2.5 and 97.5 of {RESAMPLES} bootstrap draws of the questions. The figures:", ""]
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
     lines += _mistakes(run)
     if run.broken:
@@ -184,6 +215,18 @@ def figure_table(figures: Mapping[str, Figure]) -> Table:
         for name, f in figures.items()
     ]
     return ("figure", "value", "95 % interval", "questions", "better"), rows
+
+
+def group_table(run: Run) -> Table:
+    """Columns and rows of a table of the figures by group, figure by figure."""
+    names = list(dict.fromkeys(name for own in run.groups.values() for name in own))
+    rows = [
+        (MEASURES[name].title, value, shown(name, own[name].value), interval(name, own[name]), str(own[name].questions))
+        for name in names
+        for value, own in run.groups.items()
+        if name in own
+    ]
+    return ("figure", run.by, "value", "95 % interval", "questions"), rows
 
 
 def change_table(changes: Mapping[str, ScoreChange], a: str, b: str) -> Table:
@@ -258,7 +301,19 @@ def cell(text: Any, length: int = 80) -> str:
 
 
 PICTURE, COMPARISON = "report.png", "compare.png"
-SHARES = ("exact_match", "ended", "code_accuracy", "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match")
+SHARES = (
+    "exact_match",
+    "as_written",
+    "as_written_exact",
+    "ended",
+    "code_accuracy",
+    "wer",
+    "cer",
+    "speech_text_wer",
+    "speech_wer",
+    "ear_wer",
+    "text_exact_match",
+)
 SPREAD = {
     "wer": "word errors in per cent of the words, per question",
     "cer": "character errors in per cent of the characters, per question",
@@ -274,15 +329,16 @@ SPREAD = {
 
 def draw_report(run: Run, figures: Mapping[str, Figure]) -> Path:
     """Draw `report.png`: bars of the shares with 95 % intervals, and the share of questions up to each value (ECDF)."""
-    shares = [name for name in SHARES if name in figures]
+    sides = {"": figures} | (run.groups if len(run.groups) <= GROUPS else {})
+    bars = {f"{MEASURES[n].title}, {side}".strip(", "): (n, f[n]) for n in SHARES for side, f in sides.items() if n in f}
     spreads = [name for name in SPREAD if name in figures]
-    lines, bars = -(-len(spreads) // 2), 0.9 + 0.42 * len(shares)
-    size, ratios = (9, bars + 2.5 * lines), [bars, *[2.5] * lines]
+    lines, height = -(-len(spreads) // 2), 0.9 + 0.42 * len(bars)
+    size, ratios = (9, height + 2.5 * lines), [height, *[2.5] * lines]
     with drawn(run.folder / PICTURE, lines + 1, 2, size, height_ratios=ratios) as axes:
         figure, grid = axes[0, 0].figure, axes[0, 0].get_gridspec()
         for axis in (*axes[0], *axes.flat[2 + len(spreads) :]):
             axis.remove()
-        _bars(figure.add_subplot(grid[0, :]), shares, figures)
+        _bars(figure.add_subplot(grid[0, :]), bars)
         for name, axis in zip(spreads, axes.flat[2:], strict=False):
             series: list[tuple[str, Sequence[Record]]] = [("", run.scored)]
             if name.startswith("text_") and len(pairs_of(run.records[TEXT_BEFORE], name)):
@@ -314,12 +370,13 @@ def draw_comparison(changes: Mapping[str, ScoreChange], names: tuple[str, str], 
     return file
 
 
-def _bars(axis: Any, names: Sequence[str], figures: Mapping[str, Figure]) -> None:
-    selected = [figures[name] for name in names]
+def _bars(axis: Any, bars: Mapping[str, tuple[str, Figure]]) -> None:
+    """Draws shares as bars, by label: the measure's name and the figure."""
+    names, selected = [name for name, _ in bars.values()], [figure for _, figure in bars.values()]
     positions, (lengths, errors) = np.arange(len(names))[::-1], bars_of(selected, 100.0)
     colors = ["C2" if MEASURES[name].better == "higher" else "C1" for name in names]
     axis.barh(positions, lengths, 0.62, xerr=errors, color=colors, ecolor=INK)
-    axis.set_yticks(positions, [MEASURES[name].title for name in names])
+    axis.set_yticks(positions, bars)
     ends = np.maximum(lengths, np.nan_to_num([100 * f.high for f in selected], posinf=0.0))
     axis.set_xlim(0, max([105.0, *1.12 * ends]))
     for position, name, f, end in zip(positions, names, selected, ends, strict=True):

@@ -47,22 +47,24 @@ def evaluate(
     if config.against is not None:
         other = SpeechLM.from_pretrained(config.against, **loading)
         against.check_alike(lm, other, Path(config.against))
-    task = choose_task(questions, lm) if config.task is None else find_task(config.task)
+    task = choose_task(questions, lm, config.asr is not None) if config.task is None else find_task(config.task)
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
     if asr is not None and not (task.audio and lm.codec is not None):
         why = f"{model} has no codec weights (give --codec_folder)" if task.audio else f"{task.name} writes only"
         raise UserError(f"there is no speech for --asr to recognise: {why}; leave --asr out")
     if config.turns and not task.text:
         raise UserError(f"--turns compares texts, and {task.name} writes none: give another --task, or leave --turns out")
+    asked_aloud = task.question == "audio" and task.text and task.writes == "answer"
     text_only = config.text or config.text_before is not None
     if text_only:
-        against.check_texts(questions)
+        against.check_texts(questions, answered=not asked_aloud or config.text_before is not None)
     if config.text_before is not None:
         against.check_before(Path(config.text_before), lm.tokenizer, questions)
     with locked(out):
         claim(out, _started(model, data, questions, task, config, None if asr is None else asr.name))
         answers.answer_all(lm, questions, task, config, asr, out / report.ANSWERS, progress)
-        answered = [r["index"] for r in read_records(out / report.ANSWERS) if "broken" not in r]
+        said = {r["index"]: r["response"] for r in read_records(out / report.ANSWERS) if "broken" not in r}
+        answered = list(said)
         if config.timed and answered:
             answers.time_some(lm, questions, answered, task, config, out / report.TIMINGS, progress)
         if config.turns:
@@ -72,12 +74,12 @@ def evaluate(
             if answered:
                 against.compare_some(lm, other, questions, answered, task, config, out / report.AGAINST, progress)
         if text_only:
-            against.score_texts(lm, questions, config, out / report.TEXT, progress)
+            against.score_texts(lm, questions, config, out / report.TEXT, progress, said if asked_aloud else {})
         if config.text_before is not None:
             del lm, other  # the one before may be as large
             before = against.load_before(Path(config.text_before), config.device)
             against.score_texts(before, questions, config, out / report.TEXT_BEFORE, progress)
-        run = report.Run.read(out)
+        run = report.Run.read(out, config.by)
         if not run.answered:
             raise UserError(
                 f"none of the {len(questions)} questions could be asked; the first: {run.broken[0]['where']}: "

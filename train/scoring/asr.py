@@ -1,8 +1,8 @@
 """Recognises what recordings say: transcripts by Whisper or pocketsphinx, and the nearest of some reference recordings.
 
 Whisper's weights are read from OpenAI's `.pt` file or a Hugging Face folder; both run in `openai-whisper`, greedily and without
-its fallbacks, so that a recording always has the same transcript. Texts are compared after Whisper's own normaliser (Radford et
-al. 2022, appendix C): the English one for `en`, the basic one for others, letter by letter where a script has no spaces.
+its fallbacks, so that a recording always has the same transcript; one of a window, 30 s, without timestamps, as in OpenAI's
+evaluations.
 `nearest` compares sound with sound, without ASR: dynamic time warping (Sakoe and Chiba 1978) over log-mel frames.
 
 Dimensions: S samples.
@@ -11,7 +11,6 @@ Dimensions: S samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from omni.convert.contract import match, renamed, whole_number
 from omni.convert.lazy import Lazy
 from omni.errors import UserError
 from omni.files import read_json
-from train.scoring.text import NO_SPACES, Normaliser, primary, word_errors
+from train.scoring.text import find_normaliser, primary, text_errors
 
 _DIMENSIONS = {
     "n_mels": "num_mel_bins",
@@ -81,31 +80,40 @@ class WhisperASR:
         self.name = f"whisper {weights.name}"
 
     def transcribe(self, audio: Tensor, sample_rate: int, language: str = "") -> str:
-        """Transcribe a recording [S], "" for silence; Whisper detects the language where it does not know `language`."""
+        """Transcribe a recording [S]; Whisper detects the language where it does not know `language`."""
+        return self.transcribe_all([audio], sample_rate, [language])[0]
+
+    @torch.inference_mode()
+    def transcribe_all(self, sounds: Sequence[Tensor], sample_rate: int, languages: Sequence[str]) -> list[str]:
+        """Transcribe recordings [S] side by side; those of more than 30 s one by one, in windows that begin between words."""
         import whisper
 
-        spoken = primary(language) if primary(language) in whisper.tokenizer.LANGUAGES else None
-        with torch.inference_mode():
-            heard = whisper.transcribe(
-                self.model, resample(audio, sample_rate, SAMPLE_RATE).numpy(), temperature=0.0,
-                language=spoken if self.model.is_multilingual else "en", condition_on_previous_text=False,
-                no_speech_threshold=None, fp16=self.model.device.type == "cuda",
-            )  # fmt: skip
-        return str(heard["text"]).strip()
+        heard = [""] * len(sounds)
+        options = {"fp16": self.model.device.type == "cuda", "temperature": 0.0}
+        batches: dict[str | None, list[tuple[int, Tensor]]] = {}  # by language
+        for i, (sound, name) in enumerate(zip(sounds, languages, strict=True)):
+            clip, language = resample(sound, sample_rate, SAMPLE_RATE), primary(name) if self.model.is_multilingual else "en"
+            spoken = language if language in whisper.tokenizer.LANGUAGES else None
+            if len(clip) > whisper.audio.N_SAMPLES:
+                whole = {"condition_on_previous_text": False, "no_speech_threshold": None, "language": spoken}
+                heard[i] = str(whisper.transcribe(self.model, clip.numpy(), **options, **whole)["text"]).strip()
+            else:
+                mel = whisper.log_mel_spectrogram(whisper.pad_or_trim(clip), self.model.dims.n_mels, device=self.model.device)
+                batches.setdefault(spoken, []).append((i, mel))
+        for spoken, batch in batches.items():
+            mels = torch.stack([mel for _, mel in batch])
+            decoding = whisper.DecodingOptions(language=spoken, without_timestamps=True, **options)
+            results = whisper.decode(self.model, mels, decoding)
+            for (i, _), result in zip(batch, results, strict=True):
+                heard[i] = result.text.strip()
+        return heard
 
 
 def error_rate(text: str, heard: str, language: str) -> float:
-    """Word error rate (jiwer) of the transcript `heard` against `text`, both normalised; may exceed 1."""
-    normal = _normaliser(primary(language))
-    errors, words = word_errors(normal(text).strip(), normal(heard).strip())
+    """Word (or character) error rate of the transcript `heard` against `text`, both normalised; may exceed 1."""
+    normal = find_normaliser("whisper", language)
+    _, errors, words = text_errors(normal(text), normal(heard), language)
     return errors / max(1, words)
-
-
-@lru_cache
-def _normaliser(language: str) -> Normaliser:
-    from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
-
-    return EnglishTextNormalizer() if language == "en" else BasicTextNormalizer(split_letters=language in NO_SPACES)
 
 
 Stored = tuple[dict[str, int], Mapping[str, Lazy], Callable[[str], str]]
@@ -163,6 +171,10 @@ class Sphinx:
         best = self._decoder.hyp()
         return "" if best is None else " ".join(w.split("(")[0] for w in best.hypstr.split())
 
+    def transcribe_all(self, sounds: Sequence[Tensor], sample_rate: int, languages: Sequence[str]) -> list[str]:
+        """Recognise the words of recordings [S], one by one."""
+        return [self.transcribe(sound, sample_rate) for sound in sounds]
+
 
 ASR = WhisperASR | Sphinx
 
@@ -178,12 +190,16 @@ def open_asr(name: str | None, words: Sequence[str], longest: int, device: str) 
     return WhisperASR(Path(name), device)
 
 
-def transcript(asr: ASR, audio: Tensor | None, sample_rate: int, language: str) -> str:
-    """Transcribe an answer [S]; "" where it has less than 20 ms of sound or is all zeros."""
-    if audio is None or audio.numel() < sample_rate // 50 or not bool(audio.abs().max() > 0):
-        return ""
-    with torch.no_grad():
-        return asr.transcribe(audio.float().cpu(), sample_rate, language)
+def transcripts(asr: ASR, sounds: Sequence[Tensor | None], sample_rate: int, languages: Sequence[str]) -> list[str]:
+    """Transcribe answers [S]; "" where one has less than 20 ms of sound or is all zeros."""
+    audible = {
+        i: sound.float().cpu()
+        for i, sound in enumerate(sounds)
+        if sound is not None and sound.numel() >= sample_rate // 50 and bool(sound.abs().max() > 0)
+    }
+    heard = asr.transcribe_all([*audible.values()], sample_rate, [languages[i] for i in audible])
+    by_index = dict(zip(audible, heard, strict=True))
+    return [by_index.get(i, "") for i in range(len(sounds))]
 
 
 def describe(audio: Tensor, sample_rate: int) -> Tensor:

@@ -1,14 +1,14 @@
-"""Compares texts: normalisers, and error rates by words or by characters; compares codes too."""
+"""Compares texts: normalisers, error rates by words or characters, whether answers say the same; compares codes too."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-from omni.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,24 +20,24 @@ NO_SPACES = ("zh", "yue", "wuu", "ja", "th", "lo", "my", "km", "bo", "dz")
 
 
 NORMALISERS = {
+    "whisper": "openai-whisper's: lower case, no symbols, nothing in brackets; in English also contractions, numbers and "
+    "British spelling made alike",
     "basic": "NFKC, case folded, punctuation dropped but for apostrophes within words, single spaces",
-    "whisper-basic": "openai-whisper's BasicTextNormalizer: lower case, no symbols, nothing in brackets, spaces for vowel "
-    "signs",
-    "whisper-english": "openai-whisper's EnglishTextNormalizer: also contractions, numbers and British spelling made alike",
 }
 """Normalisers by name, described for a report."""
 
 
+def find_normaliser(name: str, language: str = "en") -> Normaliser:
+    """The normaliser of that name for texts in a language."""
+    return normalise if name == "basic" else _whisper_normaliser(primary(language) == "en")
+
+
 @functools.lru_cache
-def find_normaliser(name: str) -> Normaliser:
-    """The normaliser of that name; UserError where there is none."""
-    if name not in NORMALISERS:
-        raise UserError(f"normaliser {name!r} is unknown; known: {', '.join(NORMALISERS)}")
-    if name == "basic":
-        return normalise
+def _whisper_normaliser(english: bool) -> Normaliser:
     from whisper.normalizers import BasicTextNormalizer, EnglishTextNormalizer
 
-    return BasicTextNormalizer() if name == "whisper-basic" else EnglishTextNormalizer()
+    normal = EnglishTextNormalizer() if english else BasicTextNormalizer()
+    return lambda text: str(normal(text)).strip()
 
 
 def primary(language: str) -> str:
@@ -88,6 +88,25 @@ def word_errors(reference: str, hypothesis: str) -> tuple[int, int]:
         return len(hypothesis.split()), 0
     out = jiwer.process_words(reference, hypothesis)
     return out.substitutions + out.deletions + out.insertions, words
+
+
+FUNCTION_WORDS = (
+    "a an the this that these those it its he she they we you i me my your his her their our there here is are was were be "
+    "been being am has have had do does did can could will would may might should of in on at to for from by with as about "
+    "and or but so if than then which who what when where how why also very"
+)
+"""English words that say nothing of a question's answer."""
+
+
+def says_the_same(question: str, a: str, b: str, normaliser: Normaliser) -> bool:
+    """Whether two answers to a question say the same: their first sentences have a token F1 (SQuAD's, Rajpurkar et al. 2016) of
+    at least 0.5 over the words that are neither in the question nor function words; where none are left, they are equal."""
+    sentences = [normaliser(re.split(r"(?<=[.!?])\s|\n", text.strip(), maxsplit=1)[0]).split() for text in (a, b)]
+    dropped = {*FUNCTION_WORDS.split(), *normaliser(question).split()}
+    said, other = (Counter(word for word in words if word not in dropped) for words in sentences)
+    if not said and not other:
+        return sentences[0] == sentences[1] != []
+    return 4 * (said & other).total() >= said.total() + other.total()
 
 
 def compare_codes(reference: Tensor, codes: Tensor | None) -> tuple[int, int]:

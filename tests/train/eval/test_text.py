@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jiwer
 import pytest
 import torch
 
+from omni.generate.results import Answer, Timings
 from omni.layout import IGNORE, Layout
 from omni.tasks import Turn, example
 from tests.convert.hub_toys import save_text, text_model
@@ -89,6 +91,19 @@ def test_plain_perplexity_of_a_language_model_is_that_of_transformers(family: st
         with torch.no_grad():
             mean = theirs(input_ids=ids, labels=labels).loss
         assert record["scores"]["text_perplexity_plain"] == pytest.approx([float(mean) * len(after), len(after)], rel=1e-3)
+
+
+def test_answers_to_spoken_questions_are_set_beside_those_to_written_ones(tmp_path: Path, monkeypatch) -> None:
+    written = Answer("Paris is it.", None, 0, (), None, Timings(), "end")
+    monkeypatch.setattr("train.eval.against.ask", lambda lm, asked, config, sound: [written for _ in asked])
+    spoken = {0: "Paris, France!", 2: "paris is it", 3: "Rome.", 4: ""}  # the last has no reference answer
+    score_texts(random_lm(1), listed(), EvalConfig(batch=2), tmp_path / "text.jsonl", "off", spoken)
+    records = [r for r in read_lines(tmp_path / "text.jsonl") if "broken" not in r]
+    pairs = {r["index"]: [r["scores"][f"as_written{end}"] for end in ("", "_exact", "_wer")] for r in records}
+    same, exact = {0: 1, 2: 1, 3: 0, 4: 0}, {0: 0, 2: 1, 3: 0, 4: 0}
+    errors = {i: 3 * jiwer.wer("paris is it", said.lower().strip(".!").replace(",", "")) for i, said in spoken.items()}
+    assert pairs == {i: [[same[i], 1], [exact[i], 1], [errors[i], 3]] for i in spoken}
+    assert "text_perplexity" in records[0]["scores"] and "text_perplexity" not in records[3]["scores"]
 
 
 def test_rows_are_scored_in_order_and_exact_match_is_by_the_greedy_answer(tmp_path: Path) -> None:
