@@ -95,21 +95,33 @@ class DecoderConfig:
 
 
 @configuration
+class TransformerSettings:
+    """Settings of the projector `transformer`: blocks of the decoder's width, heads and inner size of each, dropout."""
+
+    layers: Count = 2
+    heads: Heads = 8
+    mlp: Size = 1024
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
+@configuration
 class ProjectorConfig:
     """Shape of the projector, which turns encoder frames into decoder positions.
 
     Attributes:
-        kind: `linear`, `mlp` (two layers, GELU), `gated` (mini-omni's gated MLP), or one whose parts tasks share, gated by
-            task: `hard`, `mmoe`, `cgc`, `ple`, `cross_stitch`, `mtan`, `ltb` or
-            `dselect_k` (see `omni.model.multitask_projector`).
-        hidden: inner size of `mlp` and `gated`.
+        kind: `linear`, `mlp` (two layers, GELU), `gated` (mini-omni's gated MLP), `transformer` (an MLP, then
+            blocks over each whole clip: `TransformerSettings`), or one whose parts tasks share, gated by task: `hard`, `mmoe`,
+            `cgc`, `ple`, `cross_stitch`, `mtan`, `ltb` or `dselect_k` (see `omni.model.multitask_projector`).
+        hidden: inner size of `mlp`, `gated` and the MLP of `transformer`.
         stack: number of frames joined into one position; a clip's last, unfinished group is filled with zeros.
         bias: the linear layers have a bias.
         tasks: of a shared kind, the tasks it has parts for; they ask by speech.
-        settings: of a shared kind, such as `experts`; the others keep their defaults.
+        settings: of `transformer` (`TransformerSettings`) or a shared kind, such as `experts`; others keep their defaults.
     """
 
-    kind: Literal["linear", "mlp", "gated", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k"] = "linear"
+    kind: Literal[
+        "linear", "mlp", "gated", "transformer", "hard", "mmoe", "cgc", "ple", "cross_stitch", "mtan", "ltb", "dselect_k"
+    ] = "linear"
     hidden: Size = 1024
     stack: Count = 1
     bias: bool = True
@@ -120,6 +132,9 @@ class ProjectorConfig:
         if self.kind in ("linear", "mlp", "gated"):
             if self.settings:
                 raise UserError(f"projector.settings are of kinds whose parts tasks share; {self.kind} has none: leave out")
+            return
+        if self.kind == "transformer":
+            from_dict(TransformerSettings, dict(self.settings), "projector.settings")
             return
         from omni.model.multitask_projector import check_settings
 
@@ -148,7 +163,8 @@ class ModelConfig:
     Attributes:
         codec: name of the audio codec (`codec2`, `snac`, or one that was registered), which the layout's audio streams must
             fit.
-        ctc: ids of an alignment head on the encoder (blank first), 0 for none; used in training only.
+        ctc: ids of an alignment head on the encoder (blank first), 0 for none, or `tokens`: it reads features as tokens of the
+            text stream (`omni.model.projector.TokenHead`); used in training only.
         ctc_sounds: ids of its second spelling, by sounds (their blank first); they follow those of the first.
         turn: a head on the encoder's frames says whether there is a voice, and whether the question has ended.
     """
@@ -158,13 +174,19 @@ class ModelConfig:
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     codec: str = "codec2"
-    ctc: Ids = 0
+    ctc: Ids | Literal["tokens"] = 0
     ctc_sounds: Ids = 0
     turn: bool = False
 
     def __post_init__(self) -> None:
-        if self.ctc_sounds and not self.ctc:
-            raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is 0: give a first, or none")
+        if self.ctc_sounds and self.ctc in (0, "tokens"):
+            raise UserError(f"ctc_sounds is {self.ctc_sounds}, a second spelling, but ctc is {self.ctc}: give a first, or none")
+        if self.projector.kind == "transformer":
+            heads = self.projector.settings.get("heads", TransformerSettings.heads)
+            if self.decoder.width % heads:
+                raise UserError(
+                    f"projector.settings.heads is {heads}, which does not divide decoder.width {self.decoder.width}"
+                )
         if self.turn and not self.encoder.streams:
             raise UserError(
                 "turn is true, but the encoder's frames hear what comes after them: set encoder.mode to chunked, or turn to "
@@ -173,6 +195,11 @@ class ModelConfig:
         delay, context = max(self.layout.delays), self.decoder.context
         if delay >= context:
             raise UserError(f"layout: a stream's delay is {delay}, but decoder.context is {context}; it must be less")
+
+    @property
+    def ctc_ids(self) -> int:
+        """Ids of the alignment head on the encoder, of both spellings; 0 for none there."""
+        return 0 if self.ctc == "tokens" else self.ctc + self.ctc_sounds
 
     def features(self, samples: int) -> int:
         """Decoder positions that a clip of `samples` at 16 kHz takes."""

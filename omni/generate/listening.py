@@ -274,11 +274,12 @@ class FeatureStream:
             self._encoded += len(new)
             if last:
                 frames.append(self._stream.finish())
-            known, stack = torch.cat(frames), self._model.config.projector.stack
-            count = len(known) if last else len(known) // stack * stack
+            known, projector, window = torch.cat(frames), self._model.projector, self._model.config.encoder.positions
+            count = len(known) if last else len(known) // projector.stack * projector.stack * (not projector.hears_clips)
             self._frames = known[count:]
             if count:
-                features = self._model.projector(known[:count], [count], [self.task])
+                clips = [min(window, count - i) for i in range(0, count, window)] if projector.hears_clips else [count]
+                features = projector(known[:count], clips, [self.task])
                 self.features = features if self.features is None else torch.cat([self.features, features])
         except Exception:  # what is wrong with it is said when the whole is encoded
             self.lost = True

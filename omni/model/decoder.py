@@ -106,13 +106,20 @@ class Decoder(nn.Module):
             index = torch.where(feature_index >= 0, feature_index, len(features))
             placed = F.embedding(index, padded, padding_idx=len(features)).to(audio.dtype)
             if self.layout.features == "replace":
-                audio = torch.where(here, a * placed, audio)
+                audio = torch.where(here, a * placed if self.config.combine == "mean" else placed, audio)
             else:
                 beside = torch.where(here, placed, 0)
         x = audio + self.text_embedding(tokens[:, a])
         if self.config.combine == "mean":
             x = x / len(self.layout)
         return x if beside is None else x + beside
+
+    @property
+    def feature_factor(self) -> int:
+        """How many times as large as its token a text embedding would be read, were it a feature beside pads of zeros."""
+        if self.config.combine == "sum":
+            return 1
+        return self.layout.n_audio if self.layout.features == "replace" else len(self.layout)
 
     def forward(
         self,

@@ -1,18 +1,83 @@
-"""The projector, which maps encoder frames to decoder positions."""
+"""The projector, which maps encoder frames to decoder positions, and the head that reads these as tokens of text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omni.config import ProjectorConfig
+from omni.config import ProjectorConfig, TransformerSettings, from_dict
+from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, Packing, pack
+from omni.encoder.whisper import EncoderBlock, attend
 from omni.errors import UserError
+from omni.model.attention import multiplied_in, takes_packed
 from omni.model.blocks import SwiGLU
 from omni.model.multitask_projector import SHARING
 from omni.tasks import TASKS
 from omni.utils.hardware import to_device
+
+
+class ClipBlock(EncoderBlock):
+    """Whisper's block with an MLP of any size, and dropout of what each of its parts adds."""
+
+    def __init__(self, width: int, settings: TransformerSettings) -> None:
+        super().__init__(width, settings.heads)
+        self.mlp = nn.Sequential(nn.Linear(width, settings.mlp), nn.GELU(), nn.Linear(settings.mlp, width))
+        self.dropout = nn.Dropout(settings.dropout)
+
+    def forward(self, x: Tensor, packing: Packing, selective: bool = False) -> Tensor:
+        y = self.attn_ln(x)
+        attended = attend(self.attn.query(y), self.attn.key(y), self.attn.value(y), self.heads, packing)
+        x = x + self.dropout(self.attn.out(attended))
+        return x + self.dropout(self.mlp(self.mlp_ln(x)))
+
+
+class ClipTransformer(nn.Module):
+    """An MLP of each clip's stacked frames, then transformer blocks over the clip, as large as token embeddings at the end."""
+
+    def __init__(self, inner: int, hidden: int, width: int, settings: TransformerSettings) -> None:
+        super().__init__()
+        self.width, self.heads = width, settings.heads
+        self.norm, self.up, self.down = nn.LayerNorm(inner), nn.Linear(inner, hidden), nn.Linear(hidden, width)
+        self.blocks = nn.ModuleList(ClipBlock(width, settings) for _ in range(settings.layers))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, stacked: Tensor, counts: Sequence[int]) -> Tensor:
+        """Features [N, W] of stacked frames [N, C] of clips of `counts`; a clip does not depend on the others."""
+        x = self.down(F.gelu(self.up(self.norm(stacked))))
+        device, cpu = x.device, x.device.type == "cpu"
+        bounds = takes_packed(device, multiplied_in(x), self.width // self.heads)
+        ratio = EQUAL_LENGTHS if cpu else FEW_LAUNCHES
+        packing = pack([2 * n for n in counts], counts, 0, ratio=ratio, device=device, bounds=bounds)
+        x = x[packing.output.argsort()]
+        for block in self.blocks:
+            x = block(x, packing)
+        return F.layer_norm(x[packing.output], (self.width,)) * self.scale
+
+
+class TokenHead(nn.Module):
+    """Reads features as tokens of the text stream, or none (CTC): a token's logit is the product of feature and text embedding,
+    both normalised, times a learnt temperature; the blank has a linear layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blank = nn.Linear(width, 1)
+        self.log_temperature = nn.Parameter(torch.zeros(1))
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Of features [N, W], in fp32: vectors [N, W] whose products with the rows of `classifier` are the tokens' logits, and
+        the blank's logits [N]."""
+        with torch.autocast(features.device.type, enabled=False):
+            x = F.normalize(features.float(), dim=-1) * features.shape[1] ** 0.5
+            blank = F.linear(x, self.blank.weight.float(), self.blank.bias.float())
+            return x * self.log_temperature.float().exp(), blank[:, 0]
+
+    @staticmethod
+    def classifier(embedding: Tensor, dtype: torch.dtype) -> Tensor:
+        """The normalised rows [V, W] of the text embedding, which the head does not train."""
+        return F.normalize(embedding.detach(), dim=-1).to(dtype)
 
 
 class Projector(nn.Module):
@@ -34,6 +99,9 @@ class Projector(nn.Module):
                 nn.GELU(),
                 nn.Linear(config.hidden, width, bias=config.bias),
             )
+        elif config.kind == "transformer":
+            settings = from_dict(TransformerSettings, dict(config.settings), "projector.settings")
+            self.project = ClipTransformer(inner, config.hidden, width, settings)
         elif self.tasks:
             self.project = SHARING[config.kind](inner, width, len(self.tasks), **config.settings)
         else:
@@ -51,11 +119,18 @@ class Projector(nn.Module):
             ValueError: tasks share parts, and none is given.
         """
         stacked = stack_frames(frames, counts, self.stack)
+        if self.hears_clips:
+            return self.project(stacked, [-(-n // self.stack) for n in counts])
         if not self.tasks:
             return self.project(stacked)
         if task is None:
             raise ValueError("this projector is gated by task: say what each clip is asked as")
         return self.project(stacked, self._task_indices(task, counts, stacked.device))
+
+    @property
+    def hears_clips(self) -> bool:
+        """Whether a feature depends on all of its clip."""
+        return isinstance(self.project, ClipTransformer)
 
     def _task_indices(self, task: Tensor | Sequence[str], counts: Sequence[int], device: torch.device) -> Tensor:
         """The index in the projector of each feature's task, [N]; a task that it has no part for counts as the first."""

@@ -18,7 +18,7 @@ from omni.layout import Layout
 from omni.model.attention import PackedRows, choose_kernels
 from omni.model.decoder import Decoder, Hidden
 from omni.model.kv_cache import Cache, KVCache
-from omni.model.projector import Projector
+from omni.model.projector import ClipTransformer, Projector, TokenHead
 from omni.model.recompute import Recompute
 
 
@@ -35,9 +35,18 @@ class SpeechModel(nn.Module):
         self.encoder = build_encoder(config.encoder)
         self.projector = Projector(config.projector, config.encoder.width, config.decoder.width)
         self.decoder = Decoder(config.decoder, config.layout)
-        ids = config.ctc + config.ctc_sounds
-        self.alignment_head = nn.Linear(config.encoder.width, ids) if ids else None
+        self.alignment_head: nn.Module | None = TokenHead(config.decoder.width) if config.ctc == "tokens" else None
+        if config.ctc_ids:
+            self.alignment_head = nn.Linear(config.encoder.width, config.ctc_ids)
         self.turn_head = nn.Linear(config.encoder.width, 2) if config.turn else None  # voice, end
+        self.start_projector()
+
+    @torch.no_grad()
+    def start_projector(self) -> None:
+        """Set the size at which the projector `transformer` starts: its features are read like token embeddings."""
+        table, project = self.decoder.text_embedding.weight, self.projector.project
+        if isinstance(project, ClipTransformer) and not table.is_meta:
+            project.scale.fill_(table.float().square().mean().sqrt() / self.decoder.feature_factor)
 
     @classmethod
     def from_state(cls, config: ModelConfig, state: Mapping[str, Tensor], where: str = "weights") -> SpeechModel:

@@ -127,7 +127,8 @@ class ModelSection:
         layout, encoder, projector, decoder: fields that differ from the preset; see `omni.config.ModelConfig`.
         codec: name of the audio codec; where it is not the preset's, and no `layout.streams` are given, the audio streams are
             its codebooks.
-        ctc, ctc_sounds: ids of the alignment head on the encoder, each with its blank; 0 for none.
+        ctc, ctc_sounds: ids of the alignment head on the encoder, each with its blank; 0 for none. Where ctc is `tokens`, the
+            head reads the projector's features as ids of the text stream.
         turn: a head on the encoder's frames for voice and the end of a question (`encoder.mode: chunked`).
     """
 
@@ -140,7 +141,7 @@ class ModelSection:
     projector: dict[str, Any] = field(default_factory=dict)
     decoder: dict[str, Any] = field(default_factory=dict)
     codec: str | None = None
-    ctc: int | None = None
+    ctc: int | Literal["tokens"] | None = None
     ctc_sounds: int | None = None
     turn: bool | None = None
 

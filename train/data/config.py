@@ -215,7 +215,7 @@ class DataConfig:
         seed: of all draws.
         micro_batches: micro-batches of a step over all processes; each process takes as many.
         packing: shape of a micro-batch.
-        alignment: how questions are spelt for the encoder's alignment head, see `Alignment`; `none` without one.
+        alignment: how questions are spelt for the alignment head, see `Alignment`; `none` without one.
         words: of the alignment `words`, besides those of sources that are made while training.
         sounds: questions are also spelt by the sounds of English, for the alignment head's second half: sounds are trained on
             any words, and stay the same when other people say them.
@@ -261,8 +261,9 @@ class DataConfig:
                         f"data.sources.{i}.held_out is {source.held_out}, but another source of {', '.join(other.folders)} "
                         f"holds out {other.held_out} rows, which would be trained on here: give both the same"
                     )
-        if self.sounds and self.alignment == "none":
-            raise UserError("data.sounds is a second spelling, but data.alignment is none: choose words or letters with it")
+        if self.sounds and self.alignment in ("none", "tokens"):
+            first = f"data.alignment is {self.alignment}: choose words or letters with it"
+            raise UserError(f"data.sounds is a second spelling, but {first}")
 
     @property
     def weights(self) -> list[Weight]:

@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from omni.errors import UserError
 from omni.utils.configuration import Share, configuration
 
-NO_ALIGNMENT_HEAD = "the model has no alignment head: set data.alignment to words or letters (and leave model.ctc out)"
+NO_ALIGNMENT_HEAD = "the model has no alignment head: set data.alignment to words, letters or tokens (and leave model.ctc out)"
 NO_TURN_HEAD = "the model has no turn head: set model.turn to true, with encoder.mode chunked"
 
 
@@ -35,16 +35,17 @@ class ObjectiveConfig:
 
     Attributes:
         stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
-        ctc_weight: weight of the alignment loss on the encoder; needs `model.ctc`.
+        ctc_weight: weight of the alignment loss on the encoder, or, of tokens, on the projector; needs `model.ctc`.
         ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
         ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
         turn_weight: weight of the loss of the turn head on the encoder; needs `model.turn`.
         distill_weight: weight of the distance of an encoder that hears in chunks from what it started as and hears whole clips:
             the squared distance of a frame over the teacher's square, mean of all frames (`encoder.mode: chunked`,
             `model.init_from`).
-        align_first: share of the budget in which only the encoder is trained, by the losses of its heads and of its
-            distillation alone: recognising speech takes longest to train, and a step is cheapest while nothing else runs. At 1
-            nothing else is trained, and rows need only the sound of their questions.
+        align_first: share of the budget in which only the encoder (with `data.alignment: tokens` the projector, too) is
+            trained, by the losses of its heads and of its distillation alone: recognising speech takes longest to train, and a
+            step is cheapest while nothing else runs. At 1 nothing else is trained, and rows need only the sound of their
+            questions.
         chunk: largest number of logits held at once; None for 2^28 on a GPU (1.5 GB in half precision) and 2^25 on a CPU.
     """
 

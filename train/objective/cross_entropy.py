@@ -1,4 +1,5 @@
-"""Computes cross-entropy from hidden states, the head's product and the loss in one, chunk by chunk.
+"""Computes cross-entropy, and CTC over a large vocabulary, from hidden states: the head's product and the loss in one, chunk by
+chunk.
 
 Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary, N positions with a target, r rank.
 """
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni.model.attention import multiplied_in
+from omni.utils.hardware import to_device
 
 
 class Heads(NamedTuple):
@@ -170,6 +173,56 @@ class _TaskCrossEntropy(torch.autograd.Function):
             None if g is None or t is None else g.mul_(size.to(g.dtype)).to(t.dtype) for g, t in zip(scaled, heads, strict=True)
         ]
         return (None, None, None, *gradients)
+
+
+class _LogSumExp(torch.autograd.Function):
+    """logsumexp(x @ weight.T) [N] of x [N, W] and a weight [V, W] without gradient, at most `chunk` logits at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, chunk: int) -> Tensor:
+        step, means, out = max(1, chunk // len(weight)), [x[:0].float()], [x.new_zeros(0, dtype=torch.float32)]
+        for low in range(0, len(x), step):
+            logits = (x[low : low + step].to(weight.dtype) @ weight.T).float()
+            largest = logits.amax(1, keepdim=True)
+            share = logits.sub_(largest).exp_()
+            norm = share.sum(1, keepdim=True)
+            out.append((norm.log() + largest).squeeze(1))
+            if ctx.needs_input_grad[0]:
+                means.append(_product(share.to(weight.dtype), weight) / norm)
+        ctx.save_for_backward(torch.cat(means))
+        return torch.cat(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (means,) = ctx.saved_tensors
+        return grad[:, None] * means, None, None
+
+
+def token_ctc(
+    x: Tensor, blank: Tensor, weight: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]], chunk: int
+) -> Tensor:
+    """`F.ctc_loss` (reduction sum, zero_infinity) of the log-softmax over blank [N] and x @ weight.T [N, V], which never exists
+    whole: clips of `frames` one after another, in fp32 but for products in the type of `weight` [V, W], which gets no gradient.
+
+    Of the vocabulary, the loss reads the labels of the batch alone. Its gradient is that of a log-softmax in its place, exp(p)
+    too much; without that, autograd takes it through the sum over all ids.
+    """
+    fits = [len(ids) + sum(map(int.__eq__, ids, ids[1:])) <= n for n, ids in zip(frames, transcripts, strict=True)]
+    spelt = [i for i, ids in enumerate(transcripts) if ids and fits[i]]
+    if not spelt:
+        return (x.sum() + blank.sum()) * 0
+    x, blank = (torch.cat([clips[i] for i in spelt]) for clips in (x.split(list(frames)), blank.split(list(frames))))
+    labels, index = torch.tensor([i - 1 for n in spelt for i in transcripts[n]]).unique(return_inverse=True)
+    with torch.autocast(x.device.type, enabled=False):
+        own = (x.to(weight.dtype) @ weight[to_device(labels, x.device)].T).float()
+        norm = torch.logaddexp(_LogSumExp.apply(x, weight, chunk), blank)
+    p = torch.cat([blank[:, None], own], 1) - norm[:, None]
+    sizes = [frames[i] for i in spelt]
+    device = torch.device("cpu") if torch.are_deterministic_algorithms_enabled() else x.device
+    scores, lengths = nn.utils.rnn.pad_sequence(list(p.split(sizes))).to(device), [len(transcripts[i]) for i in spelt]
+    loss = F.ctc_loss(scores, to_device(index + 1, device), torch.tensor(sizes), torch.tensor(lengths), reduction="sum")
+    extra = p.exp().sum()
+    return loss.to(x.device) - extra + extra.detach()
 
 
 def sum_by(cell: Tensor, values: Tensor, cells: int) -> Tensor:

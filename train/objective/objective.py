@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from omni.encoder.base import Encoder, frame_distances
 from omni.lora.attach import BASE, low_rank, using
+from omni.model.attention import multiplied_in
+from omni.model.projector import TokenHead
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS
 from omni.utils.hardware import to_device
@@ -31,6 +33,7 @@ from train.objective.cross_entropy import (
     linear_cross_entropy,
     sum_by,
     task_cross_entropy,
+    token_ctc,
     vocabulary_shards,
 )
 
@@ -141,15 +144,20 @@ class Objective(nn.Module):
     @property
     def align_first(self) -> float:
         """Share of the budget in which only what hears is trained (`ObjectiveConfig.align_first`); 0 where nothing of it is."""
-        hears = self.model.encoder, self.model.alignment_head, self.model.turn_head
-        learns = any(p.requires_grad for part in hears if part is not None for p in part.parameters())
+        idle = set(self._beyond_hearing())
+        learns = any(p.requires_grad for p in self.model.parameters() if p not in idle)
         return self.config.align_first if learns else 0.0
 
     def idle(self, progress: float) -> list[nn.Parameter]:
         """Parameters that are not trained at this point of the budget (`align_first`): the optimizer must not change them."""
         if not self.encoder_alone(progress):
             return []
-        return [*self.model.decoder.parameters(), *self.model.projector.parameters()]
+        return self._beyond_hearing()
+
+    def _beyond_hearing(self) -> list[nn.Parameter]:
+        """Parameters that no loss of what hears trains: the decoder's, and the projector's where no head reads its features."""
+        projector = () if isinstance(self.model.alignment_head, TokenHead) else self.model.projector.parameters()
+        return [*self.model.decoder.parameters(), *projector]
 
     def encoder_alone(self, progress: float) -> bool:
         """True where only what hears is run at this point of the budget."""
@@ -183,8 +191,7 @@ class Objective(nn.Module):
             weighted, heard = 0 * weighted, {name: 0 * value for name, value in heard.items()}
         if self.encoder_alone(progress) or task_losses.alignment_only:
             # Under DDP all parameters must take part in the backward pass, here times 0; sharded ones (FSDP2) may be left out.
-            idle = [*self.model.decoder.parameters(), *self.model.projector.parameters()]
-            idle = [p for p in idle if p.requires_grad and not isinstance(p, DTensor)]
+            idle = [p for p in self._beyond_hearing() if p.requires_grad and not isinstance(p, DTensor)]
             unused_sum = sum(p.flatten()[:1].float().sum() for p in idle)
             total, none = weighted + 0 * (features.sum() + unused_sum), ctc.new_zeros(len(TASKS), len(model.layout))
             by_task = None
@@ -241,17 +248,25 @@ class Objective(nn.Module):
         if self.teacher is not None and self.config.distill_weight > 0:
             taught = self.teacher(model.encoder, inputs, lengths, frames)
             distill = frame_distances(heard, taught).sum() * (not empty)
-        return features, (self._alignment(batch, heard, empty), turn, distill)
+        return features, (self._alignment(batch, heard, features, empty), turn, distill)
 
-    def _alignment(self, batch: Batch, heard: Tensor, empty: bool) -> Tensor:
+    def _alignment(self, batch: Batch, heard: Tensor, features: Tensor, empty: bool) -> Tensor:
         """The alignment loss summed over the clips with a transcript; 0 without alignment head."""
         model, frames = self.model, batch.frames
         if model.alignment_head is None:
             return heard.new_zeros(())
+        if isinstance(model.alignment_head, TokenHead):
+            table, counts = model.decoder.text_embedding.weight, [-(-n // model.projector.stack) for n in frames]
+            table = table.full_tensor() if isinstance(table, DTensor) else table
+            table = model.alignment_head.classifier(table, multiplied_in(features))
+            counts, transcripts = ([len(features)], [[]]) if empty else (counts, batch.transcripts)
+            chunk = self.config.chunk_on(features.is_cuda)
+            x, blank = model.alignment_head(features)
+            return token_ctc(x, blank, table, counts, transcripts, chunk)
         logits = model.alignment_head(heard).float()
         if empty:
             return logits.sum() * 0
-        first = model.config.ctc  # ids of the first spelling
+        first = model.config.ctc_ids - model.config.ctc_sounds  # ids of the first spelling
         if not model.config.ctc_sounds:
             return alignment_loss(logits, frames, batch.transcripts)
         spelt = [[i for i in ids if i < first] for ids in batch.transcripts]

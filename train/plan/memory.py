@@ -101,8 +101,9 @@ def worst_batch(data: DataConfig, shape: ModelConfig) -> Batch:
     frames = [min(count * shape.projector.stack, shape.encoder.positions) for count in heard] * rows
     lengths = [shape.encoder.feature_frames(n) for n in frames]
     transcripts: list[list[int]] = [[] for _ in frames]
-    if shape.ctc > 1 and data.alignment != "none":
-        spellings = (1, shape.ctc - 1), (shape.ctc + 1, shape.ctc_sounds - 1)  # of each the first id, and the number of ids
+    ids = layout.text.size + 1 if shape.ctc == "tokens" else shape.ctc
+    if ids > 1 and data.alignment != "none":
+        spellings = (1, ids - 1), (ids + 1, shape.ctc_sounds - 1)  # of each the first id, and the number of ids
         transcripts = [[first + i % ids for first, ids in spellings if ids > 0 for i in range(max(1, n // 4))] for n in frames]
     return Batch(
         tokens=tokens,
@@ -247,7 +248,7 @@ class Activations:
         c, e, p, projector = self.shape.decoder, self.shape.encoder, self.p, self.model.projector
         linears = [part for part in projector.modules() if isinstance(part, nn.Linear)]
         projected = 1.2 * p * sum(part.in_features * bool(learning(part)) + part.out_features for part in linears)
-        frame = p * (3 * e.width + 640) * self.hears + self.r * e.width + 12 * (self.shape.ctc + self.shape.ctc_sounds)
+        frame = p * (3 * e.width + 640) * self.hears + self.r * e.width + 12 * self.shape.ctc_ids
         packs = self.cuda and p == 2 and c.head_size % 8 == 0 and c.head_size <= 256
         column = c.width * self.r * (2 if self.cuda else 4) + 8 * len(self.shape.layout)
         column += 0 if packs else self.r * self.batch.tokens.shape[2]

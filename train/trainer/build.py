@@ -353,8 +353,6 @@ def with_alignment(config: FitConfig) -> FitConfig:
     ctc, sounds = config.model.ctc, config.model.ctc_sounds
     if (ctc is not None and sounds is not None) or config.data.alignment == "none":
         return config
-    if ctc is None and config.data.alignment == "tokens":
-        raise UserError("data.alignment tokens needs model.ctc: the number of the tokenizer's ids and one more")
     alignment = build_alignment(config.data, Tokenizer.bytes())
     ctc = alignment.size if ctc is None else ctc
     sounds = alignment.sound_size if sounds is None else sounds

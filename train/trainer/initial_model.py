@@ -37,7 +37,8 @@ from train.objective.objective import Teacher
 CHUNKS = ("encoder.chunk_ms", "encoder.train_chunk_ms", "encoder.history_ms")
 HEADS = ("alignment_head.", "turn_head.")
 ADJUSTABLE = ("ctc", "ctc_sounds", "turn", "decoder.context", "encoder.mode", "encoder.long_audio", *CHUNKS)
-"""Keys in which a run may differ from the folder it starts from: no weight depends on them but those of `HEADS`."""
+"""Keys in which a run may differ from the folder it starts from: no weight depends on them but those of `HEADS`. A projector of
+another kind starts anew."""
 
 BYTES = 256
 """Ids of the byte tokenizer."""
@@ -131,6 +132,8 @@ def _merge(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
 
 def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
     """Refuse a configuration that the weights of a folder were not made for (UserError naming the first field)."""
+    if wanted.projector.kind != stored.projector.kind:
+        stored = replace(stored, projector=wanted.projector)
     for key, old, new in differences(to_dict(stored), to_dict(wanted)):
         if key.partition("[")[0] not in ADJUSTABLE:  # train_chunk_ms[0]
             raise UserError(
@@ -140,14 +143,18 @@ def check_fits(stored: ModelConfig, wanted: ModelConfig, folder: str) -> None:
 
 
 def _with_weights(config: ModelConfig, source: SpeechModel) -> SpeechModel:
-    """A model of `config` with the weights of `source`; an alignment head of other ids, and a new turn head, stay random."""
+    """A model of `config` with the weights of `source`; an alignment head of other ids, a new turn head, and a projector
+    of another kind stay random."""
     model = SpeechModel(config)
-    own, head = model.state_dict(), HEADS[0]
-    alike = (config.ctc, config.ctc_sounds) == (source.config.ctc, source.config.ctc_sounds)
-    weights = {name: t for name, t in source.state_dict().items() if name in own and (alike or not name.startswith(head))}
-    missing = [name for name in own if name not in weights and not name.startswith(HEADS)]
-    assert not missing, missing  # check_fits lets only the heads differ
+    own, before = model.state_dict(), source.config
+    heads = (config.ctc, config.ctc_sounds) != (before.ctc, before.ctc_sounds)
+    new = (HEADS[0],) * heads + ("projector.",) * (config.projector != before.projector)
+    weights = {name: t for name, t in source.state_dict().items() if name in own and not name.startswith(new)}
+    missing = [name for name in own if name not in weights and not name.startswith((*HEADS, *new))]
+    assert not missing, missing  # check_fits lets only these differ
     model.load_state_dict(weights, strict=False)
+    if config.projector != before.projector:
+        model.start_projector()
     return model
 
 

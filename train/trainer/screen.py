@@ -82,7 +82,7 @@ def ready_lines(config: FitConfig, objective: nn.Module, position: Position, sav
     if saved is not None:
         lines.append(_line("resumed", f"from {saved}, after {position.step} steps and {duration(position.seconds)}"))
     if config.objective.align_first and isinstance(objective, Objective) and not objective.align_first:
-        lines.append("objective.align_first is passed over: neither the encoder nor the alignment head is trained")
+        lines.append("objective.align_first is passed over: nothing that hears is trained (trainable)")
     if config.fabric.compile:
         lines.append("compiling the decoder's blocks: the first steps take longer")
     return lines

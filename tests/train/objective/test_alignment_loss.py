@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from omni.config import ProjectorConfig
 from omni.errors import UserError
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import TOKENIZER
@@ -46,6 +47,85 @@ def test_alignment_loss_is_torch_ctc():
     torch.testing.assert_close(losses.total, plain_total + 0.5 * wanted / 8, rtol=1e-5, atol=1e-5)
 
 
+SETTINGS = {"layers": 2, "heads": 4, "mlp": 24}
+HEARING = replace(
+    MODELS["codec2"],
+    projector=ProjectorConfig("transformer", hidden=40, stack=2, settings=SETTINGS),
+    decoder=replace(MODELS["codec2"].decoder, combine="sum"),
+    ctc="tokens",
+)
+
+
+def tokens_ctc(model: SpeechModel, features: torch.Tensor, counts: list[int], transcripts: list[list[int]]) -> torch.Tensor:
+    """torch's CTC of the whole log-softmax of the head's logits."""
+    head, total = model.alignment_head, torch.zeros(())
+    x, rows = (
+        F.normalize(features, dim=-1) * features.shape[1] ** 0.5,
+        F.normalize(model.decoder.text_embedding.weight.detach()),
+    )
+    scores = torch.cat([head.blank(x), x @ rows.T * head.log_temperature.exp()], 1).log_softmax(-1).split(counts)
+    for own, ids in zip(scores, transcripts, strict=True):
+        if ids:
+            sizes = (len(own),), (len(ids),)
+            total = total + F.ctc_loss(own[:, None], torch.tensor([ids]), *sizes, reduction="sum", zero_infinity=True)
+    return total
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 20])
+def test_features_read_as_tokens_are_torch_ctc_and_the_decoder_rests(chunk, monkeypatch):
+    """Blanks, a repeated token, the last id, a clip without transcript and one too short for its own (3 features)."""
+    torch.manual_seed(0)
+    model = SpeechModel(HEARING).eval()
+    monkeypatch.setattr(model.decoder, "forward", None)
+    with torch.no_grad():
+        model.alignment_head.log_temperature.fill_(0.5)
+    batch = pack(model, [make_examples(model, ["A1T1", "A1A2", "A1T2", "A1T1"])], 128)
+    batch.transcripts = [[1] * 9, [28, 28, 3], [], [5, 3, 28, 6]]
+    config = ObjectiveConfig(ctc_weight=1.0, align_first=0.5, chunk=chunk)
+    objective = Objective(model, config)
+    losses = objective(batch, targets(batch), 0.0)
+    losses.total.backward()
+    found = gradients(model)
+    model.zero_grad()
+    features = model.encode(batch.inputs, batch.input_lengths, batch.frames)
+    wanted = tokens_ctc(model, features, [-(-n // 2) for n in batch.frames], batch.transcripts)
+    (wanted / 16).backward()
+    torch.testing.assert_close(losses.ctc_sum, wanted.detach(), rtol=1e-5, atol=1e-5)
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    idle = {id(p) for p in objective.idle(0.0)}
+    assert idle == {id(p) for p in model.decoder.parameters()} and not objective.idle(0.5)
+
+
+def test_a_feature_is_read_like_the_token_whose_embedding_it_is():
+    torch.manual_seed(0)
+    model = SpeechModel(HEARING)
+    decoder, layout = model.decoder, model.layout
+    with torch.no_grad():  # as `omni.convert.grow` has it
+        pads = layout.ids("pad")
+        decoder.audio_embedding.weight[pads[:-1] + decoder.offsets[:, 0]] = 0
+        decoder.text_embedding.weight[pads[-1]] = 0
+    written = pads[None, :, None].repeat(1, 1, 3)
+    spoken = written.clone()
+    written[0, -1] = torch.tensor([4, 7, 2])
+    index = torch.arange(3)[None]
+    rows = decoder.text_embedding.weight[written[0, -1]]
+    assert decoder.embed(written).equal(decoder.embed(spoken, rows, index))
+    heard = model.projector(torch.randn(40, 16), [40]).square().mean().sqrt()
+    torch.testing.assert_close(heard, decoder.text_embedding.weight.square().mean().sqrt(), rtol=0.1, atol=0)
+
+
+def test_a_clip_hears_itself_alone():
+    torch.manual_seed(0)
+    projector, counts = SpeechModel(HEARING).eval().projector, [7, 12, 3, 7]
+    frames = torch.randn(sum(counts), 16)
+    alone = torch.cat([projector(clip, [len(clip)]) for clip in frames.split(counts)])
+    torch.testing.assert_close(projector(frames, counts), alone, rtol=1e-5, atol=1e-6)
+    changed = frames.clone()
+    changed[0] += 1
+    assert not torch.allclose(projector(changed, counts)[3], alone[3])  # and all of itself
+
+
 @pytest.mark.parametrize(
     "transcripts",
     [[[], [1, 2], [3, 4]], [[1, 2], [], []], [[1, 2, 24, 24], [22, 27, 23], [4]]],
@@ -77,7 +157,7 @@ def test_alignments_spell():
     words = Alignment("words", ["one", "plus", "two"])
     assert words.size == 4 and words.ids("One plus two?") == [1, 2, 3] and words.ids("one plus three") == []
     tokens = Alignment("tokens", tokenizer=TOKENIZER)
-    assert tokens.size == 257 and tokens.ids("ab") == [i + 1 for i in TOKENIZER.encode("ab")]
+    assert tokens.size == "tokens" and tokens.ids("ab") == [i + 1 for i in TOKENIZER.encode("ab")]
     none = Alignment("none")
     assert none.size == 0 and none.ids("one") == []
     with pytest.raises(UserError, match="needs the words"):

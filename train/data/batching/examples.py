@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class Alignment:
             in the same list: the objective distinguishes them by their values, which start at `size`.
 
     Attributes:
-        size: number of ids of the first spelling, the blank included: what `model.ctc` must be.
+        size: number of ids of the first spelling, the blank included, or `tokens`: what `model.ctc` must be.
         sound_size: number of ids of the second, its blank included: what `model.ctc_sounds` must be; 0 without it.
     """
 
@@ -65,8 +65,8 @@ class Alignment:
         self._ids = {symbol: i for i, symbol in enumerate(symbols, 1)}
         if spelling == "words" and not self._ids:
             raise UserError("alignment 'words' needs the words that questions are made of; name them, or use 'letters'")
-        count = len(tokenizer) if spelling == "tokens" and tokenizer is not None else len(self._ids)
-        self.size = 1 + count if count else 0
+        self.first = 1 + len(self._ids) if self._ids else 0
+        self.size: int | Literal["tokens"] = "tokens" if spelling == "tokens" else self.first
         if sounds:
             check_voice("en-us")  # raises where espeak-ng is not installed
         self.sound_size = 1 + len(_SOUNDS) if sounds else 0
@@ -76,7 +76,7 @@ class Alignment:
         are left out."""
         plain = text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
         heard = (" ".join(phonemes(word)) for word in re.findall(r"[\w']+", plain) if self.sound_size)
-        sounds = [self.size + _SOUNDS[sound] for said in heard for sound in _SOUND.findall(said)]
+        sounds = [self.first + _SOUNDS[sound] for said in heard for sound in _SOUND.findall(said)]
         if self.spelling == "tokens" and self.tokenizer is not None:
             return [*(i + 1 for i in self.tokenizer.encode(text)), *sounds]
         if self.spelling == "words":
@@ -227,13 +227,13 @@ class ExampleMaker:
                 f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
                 "use the model's own tokenizer"
             )
-        sizes = [("ctc", self.alignment.size, model.ctc, "choose another alignment")]
+        sizes: list[tuple[str, Any, Any, str]] = [("ctc", self.alignment.size, model.ctc, "choose another alignment")]
         sizes += [("ctc_sounds", self.alignment.sound_size, model.ctc_sounds, "change data.sounds")]
         for name, size, heads, otherwise in sizes if self.alignment.spelling != "none" else ():  # else no head is trained
             if size != heads:
                 raise UserError(
-                    f"the alignment {self.alignment.spelling!r} has {size} ids for model.{name}, which is {heads}; set it to "
-                    f"that number, or {otherwise}"
+                    f"the alignment {self.alignment.spelling!r} needs {size} as model.{name}, which is {heads}; set it to "
+                    f"that, or {otherwise}"
                 )
         if augment is not None and augment.pauses is not None and model.encoder.feature_floor is None:
             raise UserError(
