@@ -23,6 +23,7 @@ from omni.config import ModelConfig, ProjectorConfig
 from omni.convert.contract import Foreign, TextConfig, shapes_of
 from omni.convert.huggingface import EMBEDDING, HEAD, pad_rows
 from omni.convert.lazy import Lazy, cast, joined
+from omni.convert.parts import shorten_window
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
@@ -123,17 +124,18 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
 
 
 def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:
-    """Replace a whole model's encoder weights, in the model's type; its mode, floor and splitting stay unchanged. UserError:
-    the encoder has another shape than the model's."""
+    """Replace a whole model's encoder weights, in the model's type; its mode, floor, splitting and window stay unchanged.
+    UserError: the encoder has another shape than the model's."""
     ours, theirs = model.config, encoder.config
     if not (isinstance(ours, ModelConfig) and isinstance(ours.encoder, WhisperConfig) and isinstance(theirs, WhisperConfig)):
         raise UserError(f"{model.path} must be a model folder with a Whisper encoder and {encoder.path} a Whisper")
-    for key in ("n_mels", "width", "heads", "layers", "window_seconds"):
+    for key in ("n_mels", "width", "heads", "layers"):
         wanted, actual = getattr(ours.encoder, key), getattr(theirs, key)
         if wanted != actual:
             raise UserError(f"encoder.{key} is {actual} in {encoder.path} and {wanted} in {model.path}: the weights do not fit")
     if ours.encoder.hop != theirs.hop:
         raise UserError(f"{model.path} has a hop of {ours.encoder.hop} samples, a Whisper of {theirs.hop}: they do not fit")
+    encoder = shorten_window(encoder, ours.encoder.window_seconds)
     dtype = model.tensors[EMBEDDING].dtype
     tensors = {name: t.to(dtype, name) for name, t in encoder.tensors.items()}
     return replace(model, tensors={**model.tensors, **tensors})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ def read_whisper(path: Path) -> Foreign:
     """Reads the encoder of a Whisper, in `mode: padded`, as released checkpoints were trained. UserError: no Whisper, a
     pickle that asks for more than tensors, or a tensor that does not fit."""
     return _read_openai(path) if path.is_file() else _read_huggingface(path)
+
+
+def shorten_window(encoder: Foreign, seconds: float) -> Foreign:
+    """A Whisper's encoder with a window of so many seconds: the first of its positions. UserError: it has fewer."""
+    config, name = encoder.config, "encoder.whisper.positional_embedding"
+    assert isinstance(config, WhisperConfig)
+    if seconds > config.window_seconds:
+        raise UserError(f"encoder.window_seconds is {seconds:g}: {encoder.path} has positions for {config.window_seconds:g} s")
+    short = replace(config, window_seconds=seconds)
+    return replace(encoder, config=short, tensors={**encoder.tensors, name: encoder.tensors[name].rows(0, short.positions)})
 
 
 def _read_openai(path: Path) -> Foreign:

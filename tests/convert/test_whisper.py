@@ -11,9 +11,11 @@ import transformers
 import whisper
 from whisper.model import ModelDimensions, Whisper
 
+from omni.audio.io import read_audio
 from omni.checkpoint.folder import load_folder
 from omni.convert.parts import read_whisper
 from omni.errors import UserError
+from omni.pretrained import QUESTION, find_question
 from tests.close import assert_near
 from tests.convert.hub_toys import save_text, stirred, text_model
 from train.commands.models import run_convert as main
@@ -74,6 +76,36 @@ def test_features_equal_the_original(made, mode, tmp_path):
     ours = model.encoder.run(mel[None], [mel.shape[1]], [model.encoder.config.frames(len(audio))])
     assert_near(ours, theirs(mel)[: len(ours)], 1e-5)
     assert len(ours) == model.encoder.config.frames(len(audio))
+
+
+@torch.no_grad()
+def test_a_shorter_window_is_the_original_with_fewer_positions(tmp_path, capsys):
+    path, whole = openai(tmp_path)
+    data, name = torch.load(path, weights_only=True), "encoder.positional_embedding"
+    short = Whisper(ModelDimensions(**data["dims"] | {"n_audio_ctx": 30}))
+    short.load_state_dict(data["model_state_dict"] | {name: data["model_state_dict"][name][:30]})
+    source, convert = save_text(text_model("qwen2"), tmp_path / "lm"), ["--encoder", str(path), "--codec", "codec2"]
+    assert main([str(source), str(tmp_path / "whole"), *convert]) == 0
+    assert "frames differ" not in capsys.readouterr().out
+    assert main([str(source), str(tmp_path / "short"), *convert, "--encoder_window", "0.6"]) == 0
+    audio = read_audio(find_question(QUESTION), 16000)[:9600]
+    mels = [whisper.log_mel_spectrogram(whisper.pad_or_trim(audio, positions * 320)) for positions in (30, POSITIONS)]
+    theirs, reference = short.encoder(mels[0][None])[0], whole(mels[1])[:30]
+    error = (theirs - reference).norm() / reference.norm()
+    assert (
+        f"frames differ by {error:.2f} from those in Whisper's window of 1.2 s (relative, of 0.6 s of"
+        in capsys.readouterr().out
+    )
+    encoder = load_folder(tmp_path / "short").model.encoder
+    assert_near(encoder.encode([audio])[0], theirs, 1e-5)
+    with pytest.raises(UserError, match=r"the encoder takes 0.6 s at once"):
+        encoder.encode([torch.cat([audio, audio])])
+    assert main([str(path), str(tmp_path / "again"), "--into", str(tmp_path / "short")]) == 0
+    assert torch.equal(
+        load_folder(tmp_path / "again").model.encoder.whisper.positional_embedding, data["model_state_dict"][name][:30]
+    )
+    with pytest.raises(UserError, match=r"window_seconds is 2: .*tiny.pt has positions for 1.2 s"):
+        main([str(source), str(tmp_path / "long"), *convert, "--encoder_window", "2"])
 
 
 @pytest.mark.parametrize("made", ["openai-half", "whole"], indirect=True)

@@ -38,13 +38,15 @@ def run_convert(argv: Sequence[str]) -> int:
     source, target, options = values["source"], values["target"], parser.configuration()
     check(source, target, options)
     with importing():
-        from train.convert.convert import convert
+        from train.convert.convert import compare_frames, convert
 
     started = time.monotonic()
     with closing(Bar(not options.quiet)) as bar:
         description, files = convert(source, target, options, bar)
     size, seconds = sum(f.bytes for f in files.values()), time.monotonic() - started
     print(f"{target}: {description}")
+    if difference := compare_frames(source, target, options):
+        print(difference)
     for name, stamp in sorted(files.items()):
         print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
     nonfinite = [tensor for _, stamp in sorted(files.items()) for tensor in stamp.nonfinite]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.checkpoint.tensors import FileStamp
 from omni.codec.registry import CODECS
 from omni.config import ModelConfig, ProjectorConfig
@@ -17,12 +18,15 @@ from omni.convert import omni_folder as streamed
 from omni.convert.contract import WORDS, CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.grow import Growth, grow, with_encoder
 from omni.convert.lazy import WriteCallback, cast
-from omni.convert.parts import read_whisper, write_codec
+from omni.convert.parts import read_whisper, shorten_window, write_codec
+from omni.encoder.base import build_encoder
+from omni.encoder.config import EncoderConfig
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.files import real_place
 from omni.layout import Layout
 from omni.lora import peft
+from omni.pretrained import QUESTION, find_question
 from omni.utils.remote import check_there
 from train.console.progress import Bar
 from train.convert.options import KINDS, ConvertOptions, check, check_options
@@ -187,7 +191,9 @@ def export(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | Non
 
 def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> dict[str, FileStamp]:
     """Write a complete speech model as a model folder, with another encoder or the codec's weights where they are given."""
-    own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode"), "omni": ("drop_ctc",)}.get(model.format, ())
+    own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode", "encoder_window"), "omni": ("drop_ctc",)}.get(
+        model.format, ()
+    )
     check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.path} is a whole speech model")
     if options.encoder is not None and model.format != "mini-omni":  # a mini-omni got its encoder in `read_source`
         encoder = choose_encoder(options)
@@ -269,7 +275,8 @@ def choose_encoder(options: ConvertOptions) -> Foreign | WhisperConfig:
         )
     if options.encoder in ENCODER_PRESETS:
         size = ENCODER_PRESETS[options.encoder]
-        return replace(size, mode=options.encoder_mode or size.mode)
+        window = options.encoder_window or size.window_seconds
+        return replace(size, mode=options.encoder_mode or size.mode, window_seconds=window)
     path = Path(options.encoder)
     if not path.exists():
         raise UserError(
@@ -278,8 +285,39 @@ def choose_encoder(options: ConvertOptions) -> Foreign | WhisperConfig:
     if not parts.recognise("whisper", path):
         raise UserError(f"--encoder {path} is no Whisper: give OpenAI's .pt file or a Hugging Face folder of one")
     encoder = read_whisper(path)
+    if options.encoder_window is not None:
+        encoder = shorten_window(encoder, options.encoder_window)
     assert isinstance(encoder.config, WhisperConfig)
     return replace(encoder, config=replace(encoder.config, mode=options.encoder_mode or encoder.config.mode))
+
+
+def compare_frames(source: Path, target: Path, options: ConvertOptions) -> str:
+    """A line with |a - b| / |b| of the written encoder's frames a and of those b in the Whisper's own window, of the question
+    that ships with the package; "" without a Whisper, or where it hears as it was trained."""
+    path = source if options.into is not None else None if options.encoder in ENCODER_PRESETS else options.encoder
+    if path is None:
+        return ""
+    whisper, model = read_whisper(Path(path)), streamed.read(target)
+    assert isinstance(whisper.config, WhisperConfig) and isinstance(model.config, ModelConfig)
+    config = model.config.encoder
+    if (config.fixed_length, config.window_seconds) == (True, whisper.config.window_seconds):
+        return ""
+    sound = read_audio(find_question(QUESTION), SAMPLE_RATE)[: min(config.max_samples, whisper.config.max_samples)]
+    ours, theirs = encode_by(model, config, sound), encode_by(whisper, whisper.config, sound)
+    theirs = theirs[: len(ours)]
+    error = float((ours[: len(theirs)] - theirs).norm() / theirs.norm())
+    return (
+        f"encoder: frames differ by {error:.2f} from those in Whisper's window of {whisper.config.window_seconds:g} s "
+        f"(relative, of {len(sound) / SAMPLE_RATE:.1f} s of speech)"
+    )
+
+
+def encode_by(weights: Foreign, config: EncoderConfig, sound: torch.Tensor) -> torch.Tensor:
+    """Frames [T, D] of a sound [S], by the weights of a checkpoint in fp32."""
+    encoder, prefix = build_encoder(config).eval(), "encoder."
+    state = {name.removeprefix(prefix): t().float() for name, t in weights.tensors.items() if name.startswith(prefix)}
+    encoder.load_state_dict(state)
+    return encoder.encode([sound])[0]
 
 
 def _typed(model: Foreign, options: ConvertOptions) -> Foreign:

@@ -7,8 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal
 
+from pydantic import PositiveFloat
+
 from omni.checkpoint.places import ADAPTER_CONFIG, ADAPTERS
-from omni.encoder.whisper_config import ENCODER_PRESETS
+from omni.encoder.whisper_config import ENCODER_PRESETS, EncoderMode
 from omni.errors import UserError, closest
 from omni.files import check_replaceable, real_place
 from omni.utils.configuration import configuration
@@ -39,7 +41,9 @@ class ConvertOptions:
         into: a model folder whose encoder is replaced by SOURCE, a Whisper; TARGET is the folder with both.
         keep_text: keep a language model as text: the smallest audio parts (codec2, zeros, a nano encoder), untrained.
         encoder: a Whisper's file or folder, or the name of a size for random weights.
-        encoder_mode: padded (30 s window then cut, as Whisper was trained: its default) or variable (the audio there is).
+        encoder_mode: padded (whole window then cut, as Whisper was trained: its default), variable (the audio there is) or
+            chunked (audio that is still coming); what the others change of its frames is printed.
+        encoder_window: seconds of the window, for short questions; by default the Whisper's own, 30.
         codec: the codec that the model will speak: snac (default), codec2, mimi, mimi-16 or mimi-32.
         codec_folder: the codec's weights, put into the model folder.
         layout: order and delays of the streams: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream
@@ -63,7 +67,8 @@ class ConvertOptions:
     into: Path | None = None
     keep_text: bool = False
     encoder: str | None = None
-    encoder_mode: Literal["padded", "variable"] | None = None
+    encoder_mode: EncoderMode | None = None
+    encoder_window: PositiveFloat | None = None
     codec: str | None = None
     codec_folder: Path | None = None
     layout: str | None = None
