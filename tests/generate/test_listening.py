@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -40,6 +39,7 @@ from tests.generate.listening_toys import (
     wait_until_heard,
 )
 from tests.generate.session_toys import answered, inside, same
+from tests.soon import soon
 
 __all__ = ["left", "lm"]
 
@@ -74,10 +74,7 @@ def test_whoever_encodes_the_rest(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch,
             listening.push(sound(2.0))
             with monkeypatch.context() as patch:
                 patch.setattr(FeatureStream, "advance", some)
-                end = time.monotonic() + 0.3
-                while count[0] < most and time.monotonic() < end:
-                    time.sleep(0.001)
-                assert count[0] == most
+                assert soon(lambda: count[0] == most)  # noqa: B023
             same(session.ask(listening).answer(), other.ask(sound(2.0)).answer())
             same_cache(lm, session, other)
 
