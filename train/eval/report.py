@@ -302,18 +302,9 @@ def cell(text: Any, length: int = 80) -> str:
 
 PICTURE, COMPARISON = "report.png", "compare.png"
 SHARES = (
-    "exact_match",
-    "as_written",
-    "as_written_exact",
-    "ended",
-    "code_accuracy",
-    "wer",
-    "cer",
-    "speech_text_wer",
-    "speech_wer",
-    "ear_wer",
-    "text_exact_match",
-)
+    "exact_match", "as_written", "as_written_exact", "as_written_wer", "ended", "code_accuracy",
+    "wer", "cer", "speech_text_wer", "speech_wer", "ear_wer", "text_exact_match",
+)  # fmt: skip
 SPREAD = {
     "wer": "word errors in per cent of the words, per question",
     "cer": "character errors in per cent of the characters, per question",
