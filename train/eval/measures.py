@@ -127,7 +127,7 @@ for _name, _measure in {
         "share of the spoken questions whose answer is that to the written one, normalised",
     ),
     "as_written_wer": Measure(
-        "spoken from written",
+        "spoken against written",
         "lower",
         "word (or character) errors of the answers to spoken questions, against those to written ones",
     ),

@@ -158,6 +158,7 @@ def _markdown(
     lines = [*_heading(run), "", markdown_table(*figure_table(figures))]
     if run.groups:
         lines += ["", f"## By {run.by}", "", markdown_table(*group_table(run))]
+        lines += ["", "Synthetic: the speaker's name has a colon, as voices of TTS have."] * (run.by == "voice")
     if against:
         lines += ["", f"## Against {started['against']}", "", *size_lines(run)]
         lines.append(markdown_table(*change_table(against, "against", "model")))
@@ -167,7 +168,7 @@ def _markdown(
     turns = turn_table(run)
     if turns[1]:
         lines += ["", "## Turns, each after the model's own answers", "", markdown_table(*turns)]
-    lines += ["", f"Intervals: percentiles 2.5 and 97.5 of {RESAMPLES} bootstrap draws of the questions. The figures:", ""]
+    lines += ["", f"Intervals: percentiles 2.5 and 97.5 of {RESAMPLES:,} bootstrap draws of the questions. The figures:", ""]
     lines += [f"- {MEASURES[name].title}: {MEASURES[name].what}" for name in figures]
     lines += _mistakes(run)
     if run.broken:
