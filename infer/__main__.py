@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from infer.options import in_options
 from omni.errors import UserError, in_one_line
 from omni.plugins import take_plugins
 from omni.utils.process import BROKEN_PIPE, FAILED, INTERRUPTED, all_imported, forget, lead, open_streams, say
-
-if TYPE_CHECKING:
-    from infer.options import QuantizeOptions
 
 USER_MISTAKE = 2
 
@@ -73,7 +68,7 @@ def run(words: Sequence[str]) -> bool:
         command = partial(chat, options)
     elif isinstance(options, QuantizeOptions):
         check_quantizing(options)
-        import omni.convert.omni_folder  # noqa: F401
+        from infer.quantize import quantize
 
         command = partial(quantize, options)
     elif isinstance(options, ServeOptions):
@@ -90,30 +85,6 @@ def run(words: Sequence[str]) -> bool:
         say(line)
     all_imported()
     return command() is not False
-
-
-def quantize(options: QuantizeOptions) -> None:
-    """Write the folder, showing the progress, and print what it holds; UserError as `quantize_folder` raises it."""
-    from tqdm import tqdm
-
-    from omni.checkpoint.places import WEIGHTS
-    from omni.convert.omni_folder import quantize_folder
-    from omni.pretrained import find_model
-
-    source, target = Path(find_model(options.model)), Path(options.out)
-    before, started = (source / WEIGHTS).stat().st_size if (source / WEIGHTS).is_file() else 0, time.monotonic()
-    with tqdm(desc="quantising", unit="B", unit_scale=True, leave=False, disable=options.quiet or None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        files = quantize_folder(source, target, on_progress=show)
-    size, seconds = files[WEIGHTS].bytes, time.monotonic() - started
-    print(f"{target}: {source} in int8")
-    for name, stamp in sorted(files.items()):
-        print(f"  {name:<28}{stamp.bytes:>16,} bytes   crc32 {stamp.crc32:08x}")
-    print(f"weights of {before / 1e9:.3g} GB became {size / 1e9:.3g} GB ({size / before:.1%}) in {seconds:.1f} s")
 
 
 def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:

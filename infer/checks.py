@@ -180,6 +180,13 @@ def check_quantizing(options: QuantizeOptions) -> None:
             raise UserError(f"{name.upper()} is empty; give the folder {'to write' if name == 'out' else 'of a model'}")
     check_model(options.model)
     check_replaceable(Path(options.out), (CONFIG,), (Path(find_model(options.model)),), overwrite=options.overwrite)
+    if options.text not in (None, "none"):
+        try:
+            text = Path(options.text).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--text {options.text!r} cannot be read: {error}; name a text file in UTF-8, or none") from error
+        if len(text) < 1000:
+            raise UserError(f"--text {options.text!r} has {len(text)} characters; name a text of 1,000 or more, or none")
 
 
 def check_options(options: DeviceOptions) -> None:

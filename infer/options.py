@@ -237,11 +237,15 @@ class BenchOptions(DeviceOptions):
 class QuantizeOptions:
     """Write a model folder again with its weights in int8, for answering on a CPU.
 
-    Read, rounded and written a piece of a tensor at a time: the model is never in memory as a whole.
+    Read, rounded and written a piece of a tensor at a time: the model is never in memory as a whole. Then both are loaded, and
+    their predictions of a text's next tokens are compared.
     """
 
     model: str = option("", "model folder in full precision", positional=True)
     out: str = option("", "the folder to write", positional=True)
+    text: str | None = option(
+        None, "text file on which both are compared; by default descriptions in this package; none to compare nothing"
+    )
     overwrite: bool = option(False, "replace a model folder that is there already")
     quiet: bool = option(False, "show nothing while it works")
     debug: bool = option(False, "show the traceback of an error")

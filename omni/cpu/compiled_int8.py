@@ -155,7 +155,7 @@ def share_product(task: Any) -> None:
 
 
 @compiled_function
-def _round(x: Any, held: Any) -> Any:
+def _round(x: Any, high: Any, low: Any) -> Any:
     """Write x [K] as `omni.cpu.int8.rounded` does, and return its largest |x|; as whole numbers, of which NaN is largest."""
     pattern, most = x.view(np.int32), np.int32(0)
     for k in range(len(x)):
@@ -163,9 +163,10 @@ def _round(x: Any, held: Any) -> Any:
     bits = np.empty(1, np.int32)
     bits[0] = most
     largest = bits.view(np.float32)[0]
-    factor = np.float32(127) / largest
+    factor = np.float32(256 * 127) / largest
     for k in range(len(x)):
-        held[k] = np.uint8(np.int32(x[k] * factor + np.float32(128.5)))
+        scaled = np.int32(x[k] * factor + np.float32(0x8080 + 0.5))
+        high[k], low[k] = np.uint8(scaled >> np.int32(8)), np.uint8(scaled)
     return largest
 
 
@@ -187,7 +188,7 @@ def add_and_round_norm(x: Any, products: Any, norm: Any, eps: Any, held: Any, fa
         here = x[b]
         for k in range(len(norm)):
             scaled[k] = here[k] * norm[k]
-        factor[b] = _round(scaled, held[b]) * norm_factor(here, eps)
+        factor[b] = _round(scaled, held[0, b], held[1, b]) * norm_factor(here, eps)
 
 
 @compiled_function
@@ -215,7 +216,7 @@ def round_rows(y: Any, active: Any, held: Any, factor: Any) -> None:
     """Round rows y [N, K] to `held` and `factor` of the rows `active` [N] of a step; the others' factor is 0."""
     clear(factor)
     for i in range(len(active)):
-        factor[active[i]] = _round(y[i], held[active[i]])
+        factor[active[i]] = _round(y[i], held[0, active[i]], held[1, active[i]])
 
 
 @compiled_function
@@ -226,7 +227,7 @@ def gate_and_round(products: Any, factor: Any, held: Any) -> None:
     powers = bits.view(np.float32)
     for b in range(len(factor)):
         swiglu(products[b, :inner], products[b, inner:], factor[b], gated, bits, powers)
-        factor[b] = _round(gated, held[b])
+        factor[b] = _round(gated, held[0, b], held[1, b])
 
 
 # --- an attention that threads share ---------------------------------------------------------------------------------

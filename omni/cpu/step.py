@@ -242,7 +242,7 @@ class _BlockStep:
         packed = [packed_of(group) for group in groups]
         biases = packed[0].bias
         widths = x.shape[1], part.heads * part.head_dim, mlp.down.in_features
-        normed, heads, inner = (torch.empty(rows, width, dtype=torch.uint8) for width in widths)
+        normed, heads, inner = (torch.empty(2, rows, width, dtype=torch.uint8) for width in widths)
         factor = np.empty(rows, np.float32)
         compiled_int8.add_and_round_norm(x, _NO_ROWS, attention_norm, eps, normed.numpy(), factor)
         qkv = raw_product(normed, packed[0]).numpy()

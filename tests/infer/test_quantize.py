@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from infer.quantize import compare, log_probabilities
 from omni.checkpoint.folder import load_folder
 from omni.cpu.int8 import is_int8
+from omni.generate.speech_lm import SpeechLM
 from omni.utils.hardware import find_device
 from tests.infer.conftest import write_question
 
@@ -36,6 +40,26 @@ def test_the_folder_answers_as_the_model_does_in_int8(run, model, tmp_path):
         answers[name] = (json.loads(found.out)["text"], (tmp_path / f"{name}.wav").read_bytes())
     assert answers["small"] == answers["again"] == answers["model"] != answers["full"]
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["model", "small"]
+
+
+def test_it_says_how_far_int8_is_from_the_original(run, model, tmp_path):
+    """On the package's own text or the user's, and that it is not good where it is not; or nothing."""
+    done = run("quantize", "model", "small")
+    assert re.search(r"4,096 tokens of the descriptions .* KL 0\.0\d+ nat, .* token 9.*, perplexity .0\.", done.text)
+    (tmp_path / "text.txt").write_text("What it does not know. " * 50)
+    full, far = (SpeechLM.from_pretrained(model, kernels="reference") for _ in range(2))
+    assert compare(full, full, torch.arange(32)) == (32, pytest.approx(0, abs=1e-6), 1, 0)
+    far.model.decoder.blocks[0].mlp.down.weight.data.normal_()
+    logits = [log_probabilities(lm, torch.arange(32)) for lm in (full, far)]
+    found, losses = compare(full, far, torch.arange(32)), [F.cross_entropy(x[:-1], torch.arange(1, 32)) for x in logits]
+    assert found.kl == pytest.approx(float(F.kl_div(logits[1], logits[0].exp(), reduction="batchmean")), rel=1e-4)
+    assert found.perplexity == pytest.approx(float((losses[1] - losses[0]).exp()) - 1, rel=1e-4) and "NOT good" in found.line()
+    assert "1,150 tokens of text.txt" in run("quantize", "model", "own", "--text", "text.txt").text
+    assert "float32" not in run("quantize", "model", "none", "--text", "none").text
+    (tmp_path / "text.txt").write_text("short")
+    for words in (["text.txt"], ["missing.txt"]):
+        done = run("quantize", "model", "refused", "--text", *words)
+        assert done.code == 2 and words[0] in done.err and not (tmp_path / "refused").exists()
 
 
 def test_an_older_folder_is_replaced_when_asked_to(run, model, tmp_path):
