@@ -28,7 +28,7 @@ from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import SPECIALS, Layout
-from omni.model.projector import Projector
+from omni.model.projector import Projector, TokenHead
 
 AUDIO_EMBEDDING, AUDIO_HEAD = "decoder.audio_embedding.weight", "decoder.audio_head.weight"
 
@@ -100,7 +100,8 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
     heard = encoder if isinstance(encoder, WhisperConfig) else encoder.config
     assert isinstance(heard, WhisperConfig)
     decoder = replace(known.decoder, combine=growth.combine)  # type: ignore[arg-type]
-    config = ModelConfig(layout, heard, growth.projector, decoder, growth.codec)
+    clips = growth.projector.kind == "transformer"
+    config = ModelConfig(layout, heard, growth.projector, decoder, growth.codec, ctc="tokens" if clips else 0)
     tensors = dict(text.tensors)
     size = len(text.tokenizer) if text.tokenizer is not None else known.size
     streams = layout.n_audio if growth.combine == "sum" else 1
@@ -116,6 +117,12 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
         tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
     tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], pad_rows(layout))
     tensors |= fresh(Projector, (growth.projector, heard.width, decoder.width), "projector.", growth.seed, dtype)
+    if clips:  # with the head that aligns it, so that adapters trained with both fit
+        known_rows = statistics(text.tensors[EMBEDDING].rows(0, min(size, known.size)))
+        rms = (known_rows.mean.square() + known_rows.deviation.square()).mean().sqrt()
+        rms /= 1 if growth.combine == "sum" else layout.n_audio
+        tensors |= fresh(TokenHead, (decoder.width,), "alignment_head.", growth.seed, dtype)
+        tensors["projector.project.scale"] = Lazy.of(rms[None].to(dtype))
     if isinstance(encoder, Foreign):
         tensors |= encoder.tensors
     else:

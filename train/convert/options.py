@@ -49,8 +49,8 @@ class ConvertOptions:
         layout: order and delays of the streams: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream
             a codebook).
         combine: whether streams' embeddings are summed (text is then unchanged) or averaged (as mini-omni does).
-        projector: linear, mlp or gated (mini-omni's).
-        projector_hidden: inner size of mlp and gated; by default the language model's.
+        projector: linear, mlp, gated (mini-omni's), or transformer, with a head that reads it as tokens (docs/training.md).
+        projector_hidden: inner size of the MLP; by default the language model's.
         projector_stack: encoder frames in one position.
         init: how new tables, heads and ids start: mean, normal or zero.
         seed: of all that is drawn.
@@ -73,7 +73,7 @@ class ConvertOptions:
     codec_folder: Path | None = None
     layout: str | None = None
     combine: Literal["sum", "mean"] = "sum"
-    projector: Literal["linear", "mlp", "gated"] = "gated"
+    projector: Literal["linear", "mlp", "gated", "transformer"] = "gated"
     projector_hidden: int | None = None
     projector_stack: int = 1
     init: str = "mean"

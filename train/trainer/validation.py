@@ -11,10 +11,10 @@ Dimensions: T tasks, K streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from train.data.rows.row import Row
 from train.distributed.fabric import reshard, with_whole_state
 from train.distributed.process_group import ProcessGroup
 from train.eval.held_out import Item, evaluate, spoken, write_answers
-from train.objective.objective import HEADS, Losses
+from train.objective.objective import HEADS, Losses, Objective
 from train.optim.optimizer import Average, due
 from train.trainer.initial_model import Initial
 from train.trainer.metrics import FIXED, LAST, loss_sums, mean_losses
@@ -170,7 +170,7 @@ def _packed(examples: Iterator[Example], packing: PackingConfig) -> Iterator[lis
 def held_out_loss(
     module: Callable[..., Losses],
     objective: nn.Module,
-    batches: Iterable[Any],
+    batches: Sequence[Any],
     tasks: Sequence[str],
     streams: Sequence[str],
     device: torch.device,
@@ -178,18 +178,40 @@ def held_out_loss(
     group: ProcessGroup,
 ) -> dict[str, float]:
     """Mean losses of held-out batches: `loss` over all targets, `loss/text`, `loss/audio`, and by stream and task, of the
-    average where there is one. All processes must call it, with equally many batches. `BrokenOff`: a signal has come, to a
-    run of one process; others would have to agree to that."""
+    average where there is one; `loss/shuffled` of written answers to spoken questions, each heard as another's. All processes
+    must call it, with equally many batches. `BrokenOff`: a signal has come, to a run of one process; others would have to
+    agree to that."""
     totals = torch.zeros(FIXED + 2 * len(tasks) * len(streams) + LAST, dtype=torch.float64)
-    ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
+    ones, shuffled = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device), torch.zeros_like(totals)
+    real, written, stack = isinstance(objective, Objective) and not objective.config.encoder_alone, list[int](), 1
+    if isinstance(objective, Objective) and real:
+        stack = objective.model.config.projector.stack
+        written = [t for t, task in enumerate(map(find_task, tasks)) if task.question == "audio" and not task.audio]
+        asked = sum(bool(torch.isin(batch.task, torch.tensor(written)).any()) for batch in batches)
+        real = float(group.sum(torch.tensor([float(asked)]))) > 0
     with evaluated(objective, average):
         for batch in batches:
             if group.world == 1:
                 break_off()
             totals += loss_sums(module(batch.to(device), ones, 1.0)).to("cpu", torch.float64)
-    totals = group.sum(totals)
+            if real:  # in all processes alike
+                other = exchanged(batch, stack)
+                shuffled += loss_sums(module(other.to(device), ones, 1.0)).to("cpu", torch.float64) * (len(batch.frames) > 1)
+    totals, shuffled = group.sum(totals), group.sum(shuffled)
     sums, counts = totals[FIXED:-LAST].view(2, -1).sum(1).tolist()
-    return {**({"loss": sums / counts} if counts > 0 else {}), **mean_losses(totals, tasks, streams)}
+    figures = {**({"loss": sums / counts} if counts > 0 else {}), **mean_losses(totals, tasks, streams)}
+    sums, counts = shuffled[FIXED:-LAST].view(2, len(tasks), -1)[:, written].sum((1, 2)).tolist()
+    return figures | ({"loss/shuffled": sums / counts} if counts > 0 else {})
+
+
+def exchanged(batch: Batch, stack: int) -> Batch:
+    """A batch in which each clip's features are another's, of the clip next in length: repeated, or cut, to as many."""
+    counts = [-(-n // stack) for n in batch.frames]
+    starts, order = [0, *accumulate(counts)], sorted(range(len(counts)), key=counts.__getitem__)
+    other = dict(zip(order, [*order[1:], *order[:1]], strict=True))
+    moved = [starts[other[i]] + torch.arange(n) % counts[other[i]] for i, n in enumerate(counts)]
+    index = torch.cat([*moved, torch.tensor([-1])])  # a column without a feature has the index -1
+    return replace(batch, feature_index=index[batch.feature_index])
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from train.eval.held_out import items_of
 from train.objective.objective import Losses, Objective
 from train.optim.optimizer import Average
 from train.trainer.logs import VALIDATION, read_table
-from train.trainer.validation import HeldOut, build_held_out, held_out_loss
+from train.trainer.validation import HeldOut, build_held_out, exchanged, held_out_loss
 
 MODEL = MODELS["codec2"]
 PACKING = PackingConfig(rows=2, length=160, buffer=4)
@@ -105,7 +105,24 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_examples_by_themselves(row
                     found.setdefault(key, []).append(chosen.detach())
     wanted = {key: float(torch.cat(parts).mean()) for key, parts in found.items()}
     for packing in (PACKING, PackingConfig(rows=3, length=300, buffer=8)):
-        assert loss_of(held(rows, packing).batches, objective) == pytest.approx(wanted, rel=1e-5)
+        figures = loss_of(held(rows, packing).batches, objective)
+        del figures["loss/shuffled"]
+        assert figures == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_shuffled_loss_is_that_of_answers_to_sounds_of_other_questions(rows: list[Row], objective: Objective) -> None:
+    (batch, *_) = held(rows, PackingConfig(rows=4, length=600, buffer=8)).batches
+    other = exchanged(batch, objective.model.config.projector.stack)
+    assert (other.feature_index >= 0).equal(batch.feature_index >= 0)
+    own, clip = batch.feature_index[batch.feature_index >= 0], torch.tensor(batch.frames).add(1).div(2, rounding_mode="floor")
+    clips = torch.arange(len(clip)).repeat_interleave(clip)
+    assert (clips[own] != clips[other.feature_index[other.feature_index >= 0]]).all()
+    wanted = loss_of([other], objective)["loss/A1T1"]
+    assert (
+        loss_of([batch], objective)["loss/shuffled"]
+        == pytest.approx(wanted, rel=1e-5)
+        != loss_of([batch], objective)["loss/A1T1"]
+    )
 
 
 @pytest.mark.sampled(2)
