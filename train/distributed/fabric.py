@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from omni.convert.lazy import Lazy, LazyTensors
 from omni.errors import UserError
 from omni.lora.attach import adapted
+from omni.model.decoder import Decoder
 from omni.utils.private import ddp_kwargs
 from omni.utils.process import silence
 from train.config.sections import FabricConfig
@@ -258,7 +259,8 @@ class AdapterPrecision(HalfPrecision):
         for part in module.modules():
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 if tensor.is_floating_point():
-                    full = tensor.requires_grad or isinstance(part, nn.LayerNorm)  # in bf16, it refuses fp32 inputs on the CPU
+                    # A LayerNorm in bf16 refuses fp32 inputs on the CPU; a Decoder's own tensor are its rotary frequencies.
+                    full = tensor.requires_grad or isinstance(part, nn.LayerNorm | Decoder)
                     tensor.data = tensor.data.to(torch.float32 if full else torch.bfloat16)
         return module
 
