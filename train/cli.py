@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         forget(sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:
-        if arguments[:1] == ["eval"] or arguments[:2] == ["data", "prepare"]:
+        if arguments[:1] == ["eval"] or arguments[:2] in (["data", "prepare"], ["data", "answers"]):
             say("interrupted; the same command goes on with what is finished")
         return INTERRUPTED
     except Exception as error:

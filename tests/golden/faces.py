@@ -343,7 +343,7 @@ def csv_headers() -> dict[str, list[str]]:
 
 DOORS = {
     "train": "fit demo validate plan doctor convert push eval balance data edit",
-    "train data": "prepare validate stats listen filter",
+    "train data": "prepare answers validate stats listen filter",
     "train edit": "apply eval merge revert fit",
     "infer": "ask bench quantize",
 }

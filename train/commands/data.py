@@ -6,21 +6,23 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.checkpoint.places import CODEC
+from omni.checkpoint.places import CODEC, CONFIG
 from omni.errors import UserError
 from omni.files import write_json
+from omni.stores.reading import local_path
 from omni.tasks import find_task
 from omni.utils.arguments import Parser
 from omni.utils.charts import print_table
+from omni.utils.hardware import cores
 from omni.utils.process import importing
 from omni.utils.remote import spelled
 from train.config.parse import ConfigParser
-from train.console.command import Listing, add_progress, check_least, given_path, run_subcommand
+from train.console.command import Listing, add_progress, check_least, given_model, given_path, run_subcommand
 from train.console.progress import counted, duration
 from train.data.inspect.checks import KINDS, Bounds, Codecs, Findings
 from train.data.inspect.filter import DROPPED, filter_rows, read_rules
@@ -31,6 +33,7 @@ from train.data.prepare.prepare import prepare
 from train.data.prepare.rows import PrepareConfig
 from train.data.prepare.shards import REPORT, summary, untaken
 from train.data.readers import READERS
+from train.data.rows.reference import checksum
 
 if TYPE_CHECKING:
     from train.data.inspect.stats import Collected, Group
@@ -57,6 +60,40 @@ def run_prepare(argv: Sequence[str]) -> int:
     print(summary(done, chosen["out"]))
     if chosen["progress"] != "off":
         print(f"took {duration(time.monotonic() - start)}", file=sys.stderr)
+    return 0
+
+
+def run_answers(argv: Sequence[str]) -> int:
+    """Runs the command; prints how many rows were answered, and why others were not."""
+    parser = Parser(
+        prog="omni-train data answers",
+        description="Let a model answer the questions' texts (T1T2): what it writes becomes the rows' answers, all else is "
+        "kept, so that it learns to answer speech as it answers writing. Rows whose answer has no end are left out and "
+        "counted. The folder appears when it is whole; the same command goes on with what was interrupted.",
+    )
+    parser.add_argument("model", type=given_model, help="the model folder that answers")
+    parser.add_argument("data", type=given_path, help="prepared rows, or any data that `data prepare` reads")
+    parser.add_argument("out", type=given_path, help="folder to make")
+    parser.add_argument("--max_tokens", type=int, default=128, help="most tokens of an answer, its end included")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0 answers are drawn")
+    parser.add_argument("--rows", type=int, default=32, help="questions that are answered side by side")
+    parser.add_argument("--device", type=str, default="cpu", help="where the model answers")
+    parser.add_argument("--dtype", type=str, help="number format of the weights, such as bfloat16; as they are stored")
+    parser.add_argument("--quantize", type=str, help="int8: linears and tables in int8, on a CPU")
+    add_progress(parser)
+    chosen = parser.read(argv)
+    check_least(chosen, max_tokens=1, rows=1)
+    with importing():
+        from omni.generate.speech_lm import SpeechLM
+        from train.data.prepare.answers import AnsweredSource
+
+    lm = SpeechLM.from_pretrained(chosen["model"], chosen["device"], chosen["dtype"], quantize=chosen["quantize"])
+    names = ("max_tokens", "temperature", "dtype", "quantize")
+    decided = {"model_checksum": checksum(local_path(chosen["model"]) / CONFIG), **{name: chosen[name] for name in names}}
+    config = PrepareConfig(question_rate=0, recordings="reference", workers=0, threads=cores())
+    with closing(AnsweredSource(lm, chosen["rows"], chosen["max_tokens"], temperature=chosen["temperature"])) as answers:
+        done = prepare(chosen["data"], chosen["out"], config, chosen["progress"], answers.open, decided)
+    print(summary(done, chosen["out"]))
     return 0
 
 
@@ -285,6 +322,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command on data; returns the exit code."""
     commands = {
         "prepare": (run_prepare, "a data set as rows to train on: prepare SOURCE OUT [--codec NAME ...]"),
+        "answers": (run_answers, "a model's own answers as those of rows: answers MODEL DATA OUT"),
         "validate": (run_validate, "find what is wrong with rows: validate DATA"),
         "stats": (run_stats, "lengths, speakers, texts in tables and plots: stats DATA"),
         "listen": (run_listen, "one row as sound and text: listen DATA ROW"),

@@ -136,7 +136,7 @@ def run_validate(argv: Sequence[str]) -> int:
     items = items_of(rows, plan.tasks, lm.codec, lm.model.config.encoder, broken)
     for why in list((broken or {}).values())[:1]:
         say(f"{len(broken or {})} of the held-out rows are broken and left out (the first: {why})")
-    report = evaluate(lm, items, rows=plan.rows, max_seconds=plan.max_seconds)
+    report = evaluate(lm, items, **plan.answering)
     for name, value in report.figures.items():
         print(f"{name.replace('_', ' '):<28}{shown(name, value)}")
     if chosen.answers is not None:

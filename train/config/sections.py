@@ -12,6 +12,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from omni.codec.registry import CODECS
 from omni.config import preset
 from omni.errors import UserError
+from omni.generate.options import Tokens
 from omni.lora.config import LoRAConfig
 from omni.pretrained import find_model
 from omni.tasks import find_task
@@ -335,6 +336,7 @@ class ValidationConfig:
             that their source trains. An empty list asks none, and measures the loss alone.
         rows: questions generated side by side.
         max_seconds: longest spoken answer.
+        max_tokens: most tokens of an answer that is only written, its end included.
     """
 
     every_steps: PositiveInt | None = None
@@ -343,10 +345,16 @@ class ValidationConfig:
     tasks: tuple[str, ...] = ("A1A2",)
     rows: PositiveInt = 32
     max_seconds: PositiveFloat = 10.0
+    max_tokens: Tokens = 64
 
     def __post_init__(self) -> None:
         for task in self.tasks:
             find_task(task, "validation.tasks")
+
+    @property
+    def answering(self) -> dict[str, Any]:
+        """Keywords of `train.eval.held_out.evaluate`."""
+        return {"rows": self.rows, "max_seconds": self.max_seconds, "max_tokens": self.max_tokens}
 
     @property
     def asks(self) -> bool:

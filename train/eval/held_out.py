@@ -119,13 +119,15 @@ def items_of(
 
 
 def evaluate(
-    lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10.0, sound: bool = False
+    lm: SpeechLM, items: Sequence[Item], *, rows: int = 32, max_seconds: float = 10, max_tokens: int = 512, sound: bool = False
 ) -> HeldOutReport:
-    """Asks every question, greedily, `rows` side by side, and compares the answers; `sound`: also decodes them to sound."""
+    """Asks every question, greedily, `rows` side by side, and compares the answers; `sound`: also decodes them to sound. A
+    spoken answer has at most `max_seconds`, one that is only written `max_tokens`."""
     answers = lm.generate(
         [item.question for item in items],
         [item.task for item in items],
         max_seconds=max_seconds,
+        max_tokens=max_tokens,
         batch_size=rows,
         sound=sound,
         system=[item.system for item in items],

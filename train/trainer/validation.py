@@ -71,7 +71,7 @@ class Validator:
         model = SpeechModel.from_state(trained.config, merged_state(trained, weights)).to(self.device, self.dtype).eval()
         lm = SpeechLM(model, self.initial.tokenizer, codec, graph=False)  # a graph of each shape would serve once
         with torch.no_grad(), checked(break_off):
-            report = evaluate(lm, self.items, rows=self.config.rows, max_seconds=self.config.max_seconds)
+            report = evaluate(lm, self.items, **self.config.answering)
         write_answers(report, self.folder / ANSWERS / f"step-{step:08d}.jsonl")
         if codec is not None and (chosen := spoken(report, codec)) is not None:
             judged, sound = chosen

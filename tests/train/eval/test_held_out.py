@@ -15,7 +15,7 @@ from torch import Tensor
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
 from omni.generate.results import Answer, Timings
-from train.config.sections import FIGURES, CheckpointConfig
+from train.config.sections import FIGURES, CheckpointConfig, ValidationConfig
 from train.data.rows.row import Codes, Row, RowTurn, Sound
 from train.eval.held_out import Item, evaluate, items_of, spoken, write_answers
 from train.scoring.text import compare_codes, normalise, word_errors
@@ -80,8 +80,9 @@ def test_figures_of_a_set() -> None:
     last = torch.tensor([[1, 0], [3, 0]])
     answers = [answer("Minus two.", codes), answer("one three", codes[:, :1], ended="length"), answer("for"), answer("", last)]
     lm = FakeLM(answers)
-    report = evaluate(lm, items, rows=2, max_seconds=3.0)  # type: ignore[arg-type]
-    assert lm.options["batch_size"] == 2 and lm.options["max_seconds"] == 3.0
+    limits = ValidationConfig(rows=2, max_seconds=3.0, max_tokens=5)
+    report = evaluate(lm, items, **limits.answering)  # type: ignore[arg-type]
+    assert lm.options["batch_size"] == 2 and lm.options["max_seconds"] == 3.0 and lm.options["max_tokens"] == 5
     assert [task for task, _ in lm.asked] == ["A1A2"] * 3 + ["T1A1"]
     assert report.figures == {
         "exact_match": pytest.approx(1 / 3),

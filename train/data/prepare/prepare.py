@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -131,6 +131,7 @@ def prepare(
     config: PrepareConfig | None = None,
     progress: Progress = "off",
     opener: Callable[[Path], OpenedSource] | None = None,
+    decided: Mapping[str, Any] | None = None,
 ) -> PrepareTally:
     """Convert a data set to Parquet shards of rows in the folder `out`, which appears when it is complete.
 
@@ -143,6 +144,7 @@ def prepare(
     Args:
         path: file or folder of the data set, or its address (`train.data.readers.data_path`).
         opener: opens the data set, instead of `train.data.readers.open_source`; its result must be picklable.
+        decided: what else the rows depend on, by name: plain data, compared with those of an earlier start.
     """
     config, here, address = config or PrepareConfig(), data_path(path, again=True), find_address(path)
     with naming(path, here):
@@ -150,7 +152,7 @@ def prepare(
         source = opener(here) if opener else open_source(here, config.read)
         if address is not None:
             source.brought = here, address
-        settings = settings_of(here, source, config, address)
+        settings = settings_of(here, source, config, address) | dict(decided or {})
         return whole_already(target, settings) if occupied(target) else _prepare(target, source, settings, config, progress)
 
 
