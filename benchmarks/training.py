@@ -2,12 +2,15 @@
 
 python -m benchmarks.training [CHECK ...] [--config RECIPE] [--methods METHOD[:LEVEL],...] [--out FILE] [--small]
 
-The objective; data made meanwhile, balance, guard, bf16 and checkpoints of a recipe. A checkpoint takes 9 GB of memory.
+The objective; data made meanwhile, balance, guard, bf16 and checkpoints of a recipe. A checkpoint takes 9 GB of memory. `real`
+needs --parts FOLDER, with SmolLM2-135M-Instruct as smollm/ and Whisper base as whisper/base.pt.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import statistics
 import sys
 import tempfile
@@ -16,25 +19,31 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
-from benchmarks.report import Figures, in_turns, ratio, run_checks
+from benchmarks.report import Figures, describe, in_turns, ratio, run_checks
 from omni.config import preset
 from omni.errors import UserError
 from omni.files import sync
 from omni.layout import IGNORE
+from omni.model.speech_model import SpeechModel
 from omni.utils.hardware import synchronize
 from omni.utils.profiling import GIB, free_memory, peak_memory, seconds_of, timed
 from train.balance.config import BalanceConfig, check_balance
 from train.checkpoint.state import capture
+from train.cli import main as run_command
 from train.config.parse import read_fit_config
 from train.config.run import FitConfig
 from train.config.sections import BudgetConfig, CheckpointConfig, OptimizerConfig
+from train.data.batching.batch import Batch
 from train.distributed.fabric import build_fabric
 from train.objective.cross_entropy import Heads, HeadTargets, linear_cross_entropy
 from train.trainer.balanced_step import Balancing
@@ -325,8 +334,88 @@ def _save_file(loop: Loop) -> None:
         (folder / "state.safetensors").unlink()
 
 
-CHECKS = {check.__name__: check for check in (objective, data, balance, guard, precision, checkpoint)}
-OPTIONS = {"config": "nano-scratch", "methods": "uncertainty,dwa,stch,famo,mgda:features"}
+# --- real parts -------------------------------------------------------------------------------------------------------
+
+
+SENTENCES, WORDS = (
+    48,
+    ["the", "old", "man", "saw", "small", "ships", "near", "green", "harbours", "and", "asked", "for", "bread"],
+)
+REAL = """
+run_folder: none
+budget: {{steps: 2}}
+model: {{init_from: {0}/base}}
+lora: {{targets: [decoder.blocks.*.attention.q, decoder.blocks.*.attention.v], rank: 16, alpha: 32, trainable: [projector.*]}}
+data: {{packing: {{rows: 1, length: 1280, buffer: 32}}, sources: [{{path: {0}/rows, tasks: {{A1T1: 1.0}}}}]}}
+fabric: {{precision: bf16-true}}
+"""
+
+
+def real(device: torch.device, small: bool, parts: str) -> Figures:
+    """Steps that train LoRA in SmolLM2, frozen in bf16, and a projector of Whisper's kept frames, beside a plain loop's."""
+    if not parts:
+        raise UserError("real parts are needed: give --parts FOLDER, or name the other checks")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        convert = ["convert", f"{parts}/smollm", f"{name}/base", "--encoder", f"{parts}/whisper/base.pt", "--codec", "codec2"]
+        run_command([*convert, "--projector", "mlp", "--projector_hidden", "2048", "--projector_stack", "5"])
+        lines = (" ".join(Random(n).choices(WORDS, k=8 + n % 5)) for n in range(16 if small else SENTENCES))
+        rows = [json.dumps({"question_text": line, "answer_text": line}) for line in lines]
+        (folder / "texts.jsonl").write_text("\n".join(rows))
+        prepared = [f"{name}/texts.jsonl", f"{name}/rows", "--speak", "question", "--frames", f"{name}/base"]
+        run_command(["data", "prepare", *prepared, "--progress", "off"])
+        (folder / "run.yaml").write_text(REAL.format(name))
+        run = read_fit_config([f"{name}/run.yaml"])[0]
+        with with_batches(run, device, 1 if small else 4) as (loop, steps):
+            objective: Any = loop.validation.parts.objective
+            plain = _plain_step(f"{parts}/smollm", objective.model, device)
+            works = {"ours": lambda step: loop.step(step, 0.5), "plain": lambda step: plain(step.batches[0])}
+            spent = in_turns(works, steps, device, 1 if small else 5)
+        examples = statistics.fmean(step.batches[0].examples for step in steps)
+        columns = statistics.fmean(step.positions for step in steps)
+    for way, seconds in spent.items():
+        middle = statistics.median(seconds)
+        yield f"{way}, {describe(device)['processor']}", {
+            "examples": examples, "s": middle, "sentences/s": examples / middle, "tokens/s": columns / middle,
+        }  # fmt: skip
+    yield "real", {"speed, ours / plain": ratio(spent["plain"], spent["ours"])}
+
+
+def _plain_step(folder: str, model: SpeechModel, device: torch.device) -> Callable[[Batch], None]:
+    """A step of the same examples with transformers and PEFT: padded behind, for which a causal model needs no mask, with
+    logits where there is a target."""
+    llama = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    lm: Any = get_peft_model(llama, LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"])).to(device)
+    projector = copy.deepcopy(model.projector.project).float()
+    learning = [*(p for p in lm.parameters() if p.requires_grad), *projector.parameters()]
+    for p in learning:
+        p.data = p.data.float()
+    optimizer, table, stack = torch.optim.AdamW(learning, lr=1e-3), lm.get_input_embeddings(), model.projector.stack
+
+    def step(batch: Batch) -> None:
+        clips = [clip[:, :count].T for clip, count in zip(batch.inputs, batch.frames, strict=True)]
+        stacked = [F.pad(clip, (0, 0, 0, -len(clip) % stack)).reshape(-1, stack * clip.shape[1]) for clip in clips]
+        with torch.autocast(device.type, torch.bfloat16):
+            features = projector(torch.cat(stacked))
+            bounds = batch.packed.ends.tolist()
+            tokens, targets, index = (x.flatten() for x in (batch.tokens[:, -1], batch.targets[:, -1], batch.feature_index))
+            used = [slice(low, high) for low, high in itertools.pairwise(bounds) if batch.task.flatten()[low] >= 0]
+            text = nn.utils.rnn.pad_sequence([table(tokens[at].clamp_max(table.num_embeddings - 1)) for at in used], True)
+            heard = nn.utils.rnn.pad_sequence([index[at] for at in used], True, -1)
+            goals = nn.utils.rnn.pad_sequence([targets[at] for at in used], True, IGNORE)
+            x = torch.where((heard >= 0)[..., None], features.to(torch.bfloat16)[heard.clamp_min(0)], text)
+            hidden = lm.base_model.model.model(inputs_embeds=x, use_cache=False).last_hidden_state
+            logits = lm.base_model.model.lm_head(hidden[goals != IGNORE])
+        F.cross_entropy(logits.float(), goals[goals != IGNORE].clamp_max(logits.shape[-1] - 1)).backward()
+        nn.utils.clip_grad_norm_(learning, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+CHECKS = {check.__name__: check for check in (objective, data, balance, guard, precision, checkpoint, real)}
+OPTIONS = {"config": "nano-scratch", "methods": "uncertainty,dwa,stch,famo,mgda:features", "parts": ""}
 
 if __name__ == "__main__":
     sys.exit(run_checks(CHECKS, __doc__.partition("\n")[0], **OPTIONS))

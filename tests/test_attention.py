@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from omni.config import preset
-from omni.model.attention import _OLD, PackedRows, _ampere, attention, choose_kernels, takes_packed
+from omni.model.attention import _OLD, PackedRows, _ampere, _packed_attention, attention, choose_kernels, takes_packed
 from omni.model.decoder import causal_mask
 from omni.model.speech_model import SpeechModel
 
@@ -115,13 +116,17 @@ def test_packed_attention_is_that_under_a_mask(
     if not causal:
         mask = segments[:, None, :, None] == segments[:, None, None, :]
     found = []
-    for how in (mask, PackedRows(ends, 64, window, causal)):
+    packed = PackedRows(ends, 64, window, causal)
+    for attend in (partial(attention, mask=mask), partial(_packed_attention, packed=packed), partial(attention, mask=packed)):
         g.manual_seed(0)
         q, k, v = (torch.randn(2, 24, n, 8, generator=g).requires_grad_() for n in (6, groups, groups))
-        out = attention(*(x.transpose(1, 2) for x in (q, k, v)), how, grouped=groups < 6)
+        options = {} if attend.func is _packed_attention else {"grouped": groups < 6}
+        out = attend(*(x.transpose(1, 2) for x in (q, k, v)), **options)
         out.square().sum().backward()
         found.append((out, q.grad, k.grad, v.grad))
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    if window is None:  # each sequence by itself, as on a CPU
+        torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-5)
 
 
 def test_packed_attention_is_for_half_precision_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

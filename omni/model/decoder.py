@@ -18,7 +18,7 @@ from omni.config import DecoderConfig
 from omni.cpu import Int8Embedding, linear
 from omni.cpu.step import DecoderStep
 from omni.layout import Layout
-from omni.model.attention import PackedRows, multiplied_in, takes_packed
+from omni.model.attention import PackedRows, multiplied_in, takes_packed, takes_segments
 from omni.model.blocks import Block, RMSNorm, rope_frequencies, rope_table
 from omni.model.kv_cache import Cache, KVCache
 from omni.model.linears import dense_weight, is_quantized
@@ -148,10 +148,14 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = input_pos.clamp_min(0)
         else:
-            if packed is not None and takes_packed(x.device, multiplied_in(x), self.config.head_size):
-                mask = packed._replace(window=self.config.window)
+            window = self.config.window
+            if packed is not None and (
+                takes_packed(x.device, multiplied_in(x), self.config.head_size)
+                or takes_segments(x.device, window, self.blocks[0])
+            ):
+                mask = packed._replace(window=window)
             else:
-                mask = causal_mask(tokens.shape[2], segments, self.config.window, tokens.device)
+                mask = causal_mask(tokens.shape[2], segments, window, tokens.device)
             if positions is None:
                 positions = default_positions(tokens.shape[0], tokens.shape[2], segments, tokens.device)
         rope = rope_table(self.rope, positions)

@@ -30,6 +30,11 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's `compile` was called."""
+    return module._compiled_call_impl is not None
+
+
 def remove_forward_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Removes a forward hook whose handle nobody holds."""
     for key in [key for key, known in module._forward_hooks.items() if known is hook]:
