@@ -14,6 +14,7 @@ from omni.encoder.whisper_config import WhisperConfig
 from omni.layout import IGNORE, Layout
 from omni.lora.attach import add_adapter
 from omni.lora.config import LoRAConfig
+from omni.model.attention import _packed_attention
 from omni.model.speech_model import SpeechModel
 from omni.tasks import TASKS, Turn, example
 from tests.close import assert_near
@@ -145,6 +146,7 @@ def test_sequences_without_a_mask_give_the_same_loss_and_gradients(model, window
     Objective(twin)(batch, targets(batch)).total.backward()
     monkeypatch.setattr("omni.model.decoder.takes_packed", lambda *of: True)
     monkeypatch.setattr("omni.model.decoder.causal_mask", None)
+    monkeypatch.setattr("omni.model.attention._segment_attention", _packed_attention)
 
     def watched(*args, **options):
         asked.append(args)
