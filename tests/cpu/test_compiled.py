@@ -44,14 +44,14 @@ def norm(place: Place) -> list[Array]:
 
 def add_and_round(place: Place) -> list[Array]:
     x, products = place((1, WIDTH), numbers(0, 1, WIDTH)), place((1, WIDTH), numbers(1, 1, WIDTH))
-    held, factor = place((1, WIDTH), dtype=np.uint8), place((1,), numbers(2, 1))
+    held, factor = place((2, 1, WIDTH), dtype=np.uint8), place((1,), numbers(2, 1))
     compiled_int8.add_and_round_norm(x, products, numbers(1, WIDTH), np.float32(1e-5), held, factor)
     return [x, held, factor]
 
 
 def gate(place: Place) -> list[Array]:
     products, factor = place((1, 2 * WIDTH), numbers(0, 1, 2 * WIDTH)), place((1,), numbers(1, 1))
-    held = place((1, WIDTH), dtype=np.uint8)
+    held = place((2, 1, WIDTH), dtype=np.uint8)
     compiled_int8.gate_and_round(products, factor, held)
     return [held, factor]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from omni.encoder.base import collate
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
+from omni.model.attention import _packed_attention
 from tests.close import assert_near
 from tests.encoder.test_whisper import CONFIGS, SMALL, clips, run
 from tests.test_attention import varlen_reference
@@ -31,6 +32,7 @@ def test_attention_by_bounds_is_that_by_groups(
         return varlen_reference(*args, **options)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+    monkeypatch.setattr("omni.model.attention._segment_attention", _packed_attention)
     encoder.checkpointing = checkpointing
     for bounds in (False, True):
         monkeypatch.setattr("omni.encoder.whisper.takes_packed", lambda *_, bounds=bounds: bounds)
