@@ -182,13 +182,14 @@ class AnswerStream(AsyncIterator[Event], AbstractAsyncContextManager["AnswerStre
         await asyncio.to_thread(self._session.begin, running)
 
     def _listen(self) -> Listening:
-        listening: Listening = self._session.begin_reading(self._task, self._rate)  # in a thread, as `_read`
-        with self._guard:
-            self._incoming = listening
-            if not self._over:
-                return listening
-        listening.withdraw()
-        self._session.end_reading(listening)
+        with self._session._lock:  # in a thread, as `_read`; another question sees no sound that nobody wants any more
+            listening: Listening = self._session.begin_reading(self._task, self._rate)
+            with self._guard:
+                self._incoming = listening
+                if not self._over:
+                    return listening
+            listening.withdraw()
+            self._session.end_reading(listening)
         raise Withdrawn
 
     def _read(self) -> Listener:

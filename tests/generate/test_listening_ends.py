@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 from omni.engine.engine import Engine
 from omni.engine.stepping import Requests
 from omni.errors import SoundWarning, UserError
+from omni.generate.session import Session
 from omni.generate.speech_lm import SpeechLM
 from tests.generate.conftest import LAYOUTS, make_lm
 from tests.generate.listening_toys import (
@@ -139,23 +140,37 @@ def test_a_stream_that_stalls_blocks_nobody(lm: SpeechLM, end: str) -> None:
     session.close()
 
 
-def test_a_task_that_is_cancelled_while_sound_comes(lm: SpeechLM) -> None:
-    closed = []
+def test_a_task_that_is_cancelled_while_sound_comes(lm: SpeechLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, started, begun, on = [], asyncio.Event(), threading.Event(), threading.Event()
+    begin_reading = Session.begin_reading
 
     async def coming() -> AsyncIterator[Tensor]:
         try:
+            started.set()
             yield sound(1.0)
             await asyncio.sleep(30)
         finally:
             closed.append(True)
 
+    def held(session: Session, *args: Any) -> Any:
+        listening = begin_reading(session, *args)
+        begun.set()
+        assert on.wait(20)
+        return listening
+
+    async def cancelled(moment: Awaitable[Any]) -> None:
+        task = asyncio.create_task(answered(session, coming()))
+        await moment
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
     async def run() -> None:
-        for delay in (0.0, 0.001, 0.05):
-            task = asyncio.create_task(answered(session, coming()))
-            await asyncio.sleep(delay)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
+        for moment in (asyncio.sleep(0.0), asyncio.sleep(0.001), asyncio.wait_for(started.wait(), 20)):
+            await cancelled(moment)
+        monkeypatch.setattr(Session, "begin_reading", held)
+        await cancelled(asyncio.to_thread(begun.wait, 20))
+        asyncio.get_running_loop().call_later(0.2, on.set)  # the next question comes before its thread goes on
         same(await answered(session, sound(0.4)), wanted)
 
     with lm.session(**TALK) as session:
