@@ -138,15 +138,16 @@ class Objective(nn.Module):
             raise untrained("distill", self.config.distill_weight, "the objective has no teacher: give it one")
         self.teacher = teacher
         self.compiled = False
+        self._classifier: Tensor | None = None
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
 
     @property
     def align_first(self) -> float:
         """Share of the budget in which only what hears is trained (`ObjectiveConfig.align_first`); 0 where nothing of it is."""
-        idle = set(self._beyond_hearing())
-        learns = any(p.requires_grad for p in self.model.parameters() if p not in idle)
-        return self.config.align_first if learns else 0.0
+        first = self.config.align_first
+        learns = first and not {p for p in self.model.parameters() if p.requires_grad} <= set(self._beyond_hearing())
+        return first if learns else 0.0
 
     def idle(self, progress: float) -> list[nn.Parameter]:
         """Parameters that are not trained at this point of the budget (`align_first`): the optimizer must not change them."""
@@ -256,13 +257,12 @@ class Objective(nn.Module):
         if model.alignment_head is None:
             return heard.new_zeros(())
         if isinstance(model.alignment_head, TokenHead):
-            table, counts = model.decoder.text_embedding.weight, [-(-n // model.projector.stack) for n in frames]
-            table = table.full_tensor() if isinstance(table, DTensor) else table
-            table = model.alignment_head.classifier(table, multiplied_in(features))
-            counts, transcripts = ([len(features)], [[]]) if empty else (counts, batch.transcripts)
-            chunk = self.config.chunk_on(features.is_cuda)
             x, blank = model.alignment_head(features)
-            return token_ctc(x, blank, table, counts, transcripts, chunk)
+            classifier = self._classifier_of(model.alignment_head, batch.transcripts, multiplied_in(features))
+            if classifier is None:
+                return (x.sum() + blank.sum()) * 0
+            counts, chunk = [-(-n // model.projector.stack) for n in frames], self.config.chunk_on(features.is_cuda)
+            return token_ctc(x, blank, classifier, counts, batch.transcripts, chunk)
         logits = model.alignment_head(heard).float()
         if empty:
             return logits.sum() * 0
@@ -273,6 +273,17 @@ class Objective(nn.Module):
         heard_as = [[i - first for i in ids if i >= first] for ids in batch.transcripts]
         words = alignment_loss(logits[:, :first], frames, spelt)
         return self.config.ctc_words * words + alignment_loss(logits[:, first:], frames, heard_as)
+
+    def _classifier_of(self, head: TokenHead, transcripts: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor | None:
+        """The head's classifier, None where no transcript needs one yet. A CPU, for which it is a sixth of the loss, makes that
+        of a frozen embedding once."""
+        table = self.model.decoder.text_embedding.weight
+        table = table.full_tensor() if isinstance(table, DTensor) else table  # in all processes, whatever their clips
+        classifier = self._classifier
+        if classifier is None and any(transcripts):
+            classifier = head.classifier(table, dtype)
+            self._classifier = None if table.requires_grad or table.is_cuda else classifier
+        return classifier
 
 
 TEACHER = "teacher."

@@ -95,6 +95,9 @@ def test_features_read_as_tokens_are_torch_ctc_and_the_decoder_rests(chunk, monk
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
     idle = {id(p) for p in objective.idle(0.0)}
     assert idle == {id(p) for p in model.decoder.parameters()} and not objective.idle(0.5)
+    model.decoder.text_embedding.requires_grad_(False)  # its classifier is made once
+    again = [objective(batch, targets(batch), 0.0).ctc_sum for _ in range(2)]
+    torch.testing.assert_close(again, [losses.ctc_sum] * 2)
 
 
 def test_a_feature_is_read_like_the_token_whose_embedding_it_is():
