@@ -204,8 +204,8 @@ def token_ctc(
     """`F.ctc_loss` (reduction sum, zero_infinity) of the log-softmax over blank [N] and x @ weight.T [N, V], which never exists
     whole: clips of `frames` one after another, in fp32 but for products in the type of `weight` [V, W], which gets no gradient.
 
-    Of the vocabulary, the loss reads the labels of the batch alone. Its gradient is that of a log-softmax in its place, exp(p)
-    too much; without that, autograd takes it through the sum over all ids.
+    Of the vocabulary, the loss reads the labels of the batch alone. torch's gradient, as if they were a whole log-softmax, is
+    exp(p) too large; less that (`extra`), autograd takes it through the sum over all ids.
     """
     fits = [len(ids) + sum(map(int.__eq__, ids, ids[1:])) <= n for n, ids in zip(frames, transcripts, strict=True)]
     spelt = [i for i, ids in enumerate(transcripts) if ids and fits[i]]
@@ -217,12 +217,18 @@ def token_ctc(
         own = (x.to(weight.dtype) @ weight[to_device(labels, x.device)].T).float()
         norm = torch.logaddexp(_LogSumExp.apply(x, weight, chunk), blank)
     p = torch.cat([blank[:, None], own], 1) - norm[:, None]
-    sizes = [frames[i] for i in spelt]
-    device = torch.device("cpu") if torch.are_deterministic_algorithms_enabled() else x.device
-    scores, lengths = nn.utils.rnn.pad_sequence(list(p.split(sizes))).to(device), [len(transcripts[i]) for i in spelt]
-    loss = F.ctc_loss(scores, to_device(index + 1, device), torch.tensor(sizes), torch.tensor(lengths), reduction="sum")
+    loss = ctc_loss(p, [frames[i] for i in spelt], index + 1, [len(transcripts[i]) for i in spelt])
     extra = p.exp().sum()
-    return loss.to(x.device) - extra + extra.detach()
+    return loss - extra + extra.detach()
+
+
+def ctc_loss(scores: Tensor, frames: Sequence[int], ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`F.ctc_loss` (Graves et al. 2006) of log-softmax scores [sum of frames, ids] of clips, summed; 0 for a clip too short.
+    Under `fabric.deterministic` on the CPU: on a GPU its backward pass adds in any order."""
+    device = torch.device("cpu") if torch.are_deterministic_algorithms_enabled() else scores.device
+    padded, sizes = nn.utils.rnn.pad_sequence(list(scores.split(list(frames)))), (torch.tensor(frames), torch.tensor(lengths))
+    loss = F.ctc_loss(padded.to(device), to_device(ids, device), *sizes, reduction="sum", zero_infinity=True)
+    return loss.to(scores.device)
 
 
 def sum_by(cell: Tensor, values: Tensor, cells: int) -> Tensor:

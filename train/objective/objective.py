@@ -30,6 +30,7 @@ from train.objective.config import NO_ALIGNMENT_HEAD, NO_TURN_HEAD, ObjectiveCon
 from train.objective.cross_entropy import (
     Heads,
     HeadTargets,
+    ctc_loss,
     linear_cross_entropy,
     sum_by,
     task_cross_entropy,
@@ -89,19 +90,15 @@ def targets(batch: Batch) -> Tensor:
 
 
 def alignment_loss(logits: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]]) -> Tensor:
-    """The CTC loss (Graves et al. 2006) summed over the clips with a transcript; 0 without any, and for a clip too short. Of
-    logits [sum of frames, ids] of all clips, the blank being 0. Under `fabric.deterministic` on the CPU: on a GPU its
-    backward pass adds in any order."""
+    """The CTC loss summed over the clips with a transcript; 0 without any. Of logits [sum of frames, ids] of all clips, the
+    blank being 0."""
     spelt = [i for i, ids in enumerate(transcripts) if ids]
     if not spelt:
         return logits.sum() * 0
     clips = logits.split(list(frames))
-    scores = nn.utils.rnn.pad_sequence([clips[i] for i in spelt]).log_softmax(-1)
-    device = torch.device("cpu") if torch.are_deterministic_algorithms_enabled() else logits.device
-    ids = to_device(torch.tensor([i for ids in transcripts for i in ids]), device)
-    sizes = torch.tensor([frames[i] for i in spelt]), torch.tensor([len(transcripts[i]) for i in spelt])
-    loss = F.ctc_loss(scores.to(device), ids, *sizes, reduction="sum", zero_infinity=True)
-    return loss.to(logits.device)
+    scores = torch.cat([clips[i] for i in spelt]).log_softmax(-1)
+    ids = torch.tensor([i for ids in transcripts for i in ids])
+    return ctc_loss(scores, [frames[i] for i in spelt], ids, [len(transcripts[i]) for i in spelt])
 
 
 def turn_loss(logits: Tensor, labels: Tensor | None) -> Tensor:
