@@ -246,7 +246,8 @@ def build_loop(
         screen.StepLines(checkpointer, meter, usage.idle, progress),
         writer,
     ]
-    flops = StepFlops(real.model, config.objective) if real is not None else None
+    flops_of = StepFlops(real.model, config.objective) if real is not None else None
+    flops = None if flops_of is None else lambda batch, targets: flops_of(batch, targets, checkpointer.used)
 
     def feed(stop: Stop) -> Feed:
         batches = parts.steps(shards, position.step, position.packer_shards) if share < 1 else iter(())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from omni.model.linears import numels
+from omni.model.projector import ClipTransformer, TokenHead
 from omni.model.speech_model import SpeechModel
 from train.checkpoint.checkpointer import Checkpointer
 from train.console.progress import counted
@@ -206,32 +207,37 @@ class StepHealth(Observer):
 class StepFlops:
     """FLOPs of a forward and backward pass of a packed batch, counted as Kaplan et al. 2020 do: 2 a weight and position
     forward, twice that backward; attention by the pairs that see each other; heads only where a target is. A frozen
-    encoder costs its forward pass only, or nothing where the rows keep its frames, and a teacher too. Recomputation by
-    checkpointing is not counted as work."""
+    encoder costs its forward pass only, or nothing where the rows keep its frames, and a teacher too; the table by which
+    features with a transcript are read as tokens has no gradient. Recomputation by checkpointing is not counted as work."""
 
     def __init__(self, model: SpeechModel, objective: ObjectiveConfig | None = None) -> None:
-        decoder, encoder, sizes = model.decoder, model.encoder, numels(model)
+        decoder, encoder, projector, sizes = model.decoder, model.encoder, model.projector, numels(model)
         self.widths = [s.vocabulary * decoder.config.width for s in model.layout.streams]
         self.per_position = sum(sizes[f"decoder.{n}"] for n, p in decoder.named_parameters() if "blocks." in n and p.ndim == 2)
         c = decoder.config
         self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
-        matrices = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
-        self.projected = sum(sizes[f"projector.{n}"] for n, p in model.projector.named_parameters() if p.ndim >= 2)
-        self.per_frame = matrices + self.projected
-        self.passes = 6 if any(p.requires_grad for p in encoder.parameters()) else 2
-        self.alone = objective is not None and objective.encoder_alone
+        self.per_frame = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
+        self.per_feature = sum(sizes[f"projector.{n}"] for n, p in projector.named_parameters() if p.ndim >= 2)
+        self.stack, self.encoder_pair, self.feature_pair = projector.stack, model.config.encoder.attention_size, 0
+        if isinstance(projector.project, ClipTransformer):
+            self.feature_pair = len(projector.project.blocks) * c.width
+        learns = [any(p.requires_grad for p in part.parameters()) for part in (encoder, projector)]
+        self.passes, self.feature_passes = 6 if learns[0] else 2, 6 if any(learns) else 2
+        self.per_spelt = 4 * self.widths[model.layout.n_audio] * isinstance(model.alignment_head, TokenHead)
+        self.align_first = objective.align_first if objective is not None else 0.0
         if objective is not None and objective.distill_weight > 0:
             self.passes += 2
-        self.encoder_pair = model.config.encoder.attention_size
 
-    def __call__(self, batch: Batch, targets: Tensor) -> float:
-        """FLOPs of a batch; targets: supervised positions of each stream, [K] and more (which are not used)."""
-        frames = float(sum(batch.frames))
-        frame_pairs = float(sum(n * n for n in batch.frames))
-        hearing = self.passes * (self.per_frame * frames + 2.0 * self.encoder_pair * frame_pairs)
-        if batch.encoded:
-            hearing = 6.0 * self.projected * frames
-        if self.alone:
+    def __call__(self, batch: Batch, targets: Tensor, progress: float = 1.0) -> float:
+        """FLOPs of a batch at a point of the budget; targets: supervised positions of each stream, [K] and more (which are not
+        used)."""
+        frames, features = batch.frames, [-(-n // self.stack) for n in batch.frames]
+        projected = self.per_feature * sum(features) + 2.0 * self.feature_pair * sum(n * n for n in features)
+        hearing = self.feature_passes * projected
+        hearing += self.per_spelt * sum(n for n, ids in zip(features, batch.transcripts, strict=True) if ids)
+        if not batch.encoded:
+            hearing += self.passes * (self.per_frame * sum(frames) + 2.0 * self.encoder_pair * sum(n * n for n in frames))
+        if progress < self.align_first or self.align_first == 1:
             return hearing
         heads = sum(6.0 * w * n for w, n in zip(self.widths, targets.tolist(), strict=False))
         pairs = float((batch.lengths.double() ** 2).sum()) / 2

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from omni.model.speech_model import SpeechModel
+from tests.train.objective.test_alignment_loss import HEARING
 from tests.train.objective.test_objective import MODELS, make_examples, pack
-from train.objective.objective import targets
+from train.objective.objective import Objective, ObjectiveConfig, targets
 from train.trainer.metrics import StepFlops
 
 
@@ -25,3 +28,17 @@ def test_flops_of_a_batch_are_those_of_its_rows(name: str) -> None:
         assert count(whole, targets(whole)) == pytest.approx(sum(count(part, targets(part)) for part in parts))
     longer = pack(model, full[:1], width + 9)  # an unused end is no work
     assert count(longer, targets(longer)) == pytest.approx(count(parts[0], targets(parts[0])))
+
+
+def test_flops_of_features_read_as_tokens_are_those_that_torch_counts() -> None:
+    """While the decoder rests, of kept frames; torch's count has the batch's own labels and the blank, too."""
+    model = SpeechModel(HEARING)
+    batch = pack(model, [make_examples(model, ["A1T1", "A1A2", "A1T2", "A1T1"])], 128)
+    batch.transcripts, batch.encoded = [[1, 2], [28, 3], [], [5, 3]], True
+    batch.inputs = torch.randn(4, HEARING.encoder.width, max(batch.frames), requires_grad=True)
+    config = ObjectiveConfig(ctc_weight=1.0, align_first=0.5)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        Objective(model, config)(batch, targets(batch), 0.0).total.backward()
+    count = StepFlops(model, config)
+    assert count(batch, targets(batch), 0.0) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert count(batch, targets(batch), 0.5) == StepFlops(model)(batch, targets(batch))
