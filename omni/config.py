@@ -201,6 +201,13 @@ class ModelConfig:
         """Ids of the alignment head on the encoder, of both spellings; 0 for none there."""
         return 0 if self.ctc == "tokens" else self.ctc + self.ctc_sounds
 
+    @property
+    def feature_factor(self) -> int:
+        """How many times as large as its token a text embedding would be read, were it a feature beside pads of zeros."""
+        if self.decoder.combine == "sum":
+            return 1
+        return self.layout.n_audio if self.layout.features == "replace" else len(self.layout)
+
     def features(self, samples: int) -> int:
         """Decoder positions that a clip of `samples` at 16 kHz takes."""
         return -(-self.encoder.frames(samples) // self.projector.stack)

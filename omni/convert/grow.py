@@ -105,8 +105,9 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
     tensors = dict(text.tensors)
     size = len(text.tokenizer) if text.tokenizer is not None else known.size
     streams = layout.n_audio if growth.combine == "sum" else 1
+    own = {name: statistics(tensors[name].rows(0, min(size, known.size))) for name in (EMBEDDING, HEAD) if name in tensors}
     for table, audio, share in ((EMBEDDING, AUDIO_EMBEDDING, streams), (HEAD, AUDIO_HEAD, 1)):
-        seen = statistics((tensors.get(table) or text.tensors[EMBEDDING]).rows(0, min(size, known.size)))
+        seen = own.get(table, own[EMBEDDING])
         if table in tensors:
             specials = _new_rows(table, layout.text.vocabulary - known.size, seen, growth, dtype)
             if known.chat is not None and table == EMBEDDING:  # what is heard stands alone in the question
@@ -118,11 +119,9 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
     tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], pad_rows(layout))
     tensors |= fresh(Projector, (growth.projector, heard.width, decoder.width), "projector.", growth.seed, dtype)
     if clips:  # with the head that aligns it, so that adapters trained with both fit
-        known_rows = statistics(text.tensors[EMBEDDING].rows(0, min(size, known.size)))
-        rms = (known_rows.mean.square() + known_rows.deviation.square()).mean().sqrt()
-        rms /= 1 if growth.combine == "sum" else layout.n_audio
+        rms = (own[EMBEDDING].mean.square() + own[EMBEDDING].deviation.square()).mean().sqrt()
         tensors |= fresh(TokenHead, (decoder.width,), "alignment_head.", growth.seed, dtype)
-        tensors["projector.project.scale"] = Lazy.of(rms[None].to(dtype))
+        tensors["projector.project.scale"] = Lazy.of((rms[None] / config.feature_factor).to(dtype))
     if isinstance(encoder, Foreign):
         tensors |= encoder.tensors
     else:

@@ -114,13 +114,6 @@ class Decoder(nn.Module):
             x = x / len(self.layout)
         return x if beside is None else x + beside
 
-    @property
-    def feature_factor(self) -> int:
-        """How many times as large as its token a text embedding would be read, were it a feature beside pads of zeros."""
-        if self.config.combine == "sum":
-            return 1
-        return self.layout.n_audio if self.layout.features == "replace" else len(self.layout)
-
     def forward(
         self,
         tokens: Tensor,

@@ -46,7 +46,7 @@ class SpeechModel(nn.Module):
         """Set the size at which the projector `transformer` starts: its features are read like token embeddings."""
         table, project = self.decoder.text_embedding.weight, self.projector.project
         if isinstance(project, ClipTransformer) and not table.is_meta:
-            project.scale.fill_(table.float().square().mean().sqrt() / self.decoder.feature_factor)
+            project.scale.fill_(table.float().square().mean().sqrt() / self.config.feature_factor)
 
     @classmethod
     def from_state(cls, config: ModelConfig, state: Mapping[str, Tensor], where: str = "weights") -> SpeechModel:

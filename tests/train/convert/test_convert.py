@@ -108,13 +108,16 @@ def test_new_rows_begin_as_the_rule_says(lm, tmp_path, rule, combine):
     assert torch.equal(decoder.text_embedding.weight[:VOCABULARY], known.model.embed_tokens.weight)
 
 
-def test_fresh_parts_begin_as_pytorch_has_them(lm, tmp_path):
-    assert (
-        run(lm, tmp_path / "out", "--encoder", "nano", "--codec", "codec2", "--projector", "mlp", "--projector_stack", 2) == 0
-    )
+@pytest.mark.parametrize("projector", ["mlp", "transformer"])
+def test_fresh_parts_begin_as_pytorch_has_them(lm, tmp_path, projector):
+    words = ["--projector", projector, "--projector_stack", 2, "--combine", "mean"]
+    assert run(lm, tmp_path / "out", "--encoder", "nano", "--codec", "codec2", *words) == 0
     model = load_folder(tmp_path / "out").model
     torch.manual_seed(0)
     other = SpeechModel(model.config)
+    if projector == "transformer":  # features are as large as the known tokens, less what the mean of the streams does to these
+        rms, scale = model.decoder.text_embedding.weight[:256].square().mean().sqrt(), other.projector.project.scale
+        scale.data.fill_(rms / model.config.layout.n_audio)
     for part in ("encoder", "projector"):
         usual = getattr(other, part).state_dict()
         for name, tensor in getattr(model, part).state_dict().items():
