@@ -181,26 +181,25 @@ def held_out_loss(
     average where there is one; `loss/shuffled` of written answers to spoken questions, each heard as another's. All processes
     must call it, with equally many batches. `BrokenOff`: a signal has come, to a run of one process; others would have to
     agree to that."""
-    totals = torch.zeros(FIXED + 2 * len(tasks) * len(streams) + LAST, dtype=torch.float64)
-    ones, shuffled = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device), torch.zeros_like(totals)
-    real, written, stack = isinstance(objective, Objective) and not objective.config.encoder_alone, list[int](), 1
-    if isinstance(objective, Objective) and real:
-        stack = objective.model.config.projector.stack
-        written = [t for t, task in enumerate(map(find_task, tasks)) if task.question == "audio" and not task.audio]
-        asked = sum(bool(torch.isin(batch.task, torch.tensor(written)).any()) for batch in batches)
-        real = float(group.sum(torch.tensor([float(asked)]))) > 0
+    totals, shuffled = torch.zeros(2, FIXED + 2 * len(tasks) * len(streams) + LAST, dtype=torch.float64)
+    ones = torch.ones(len(streams) + HEADS, dtype=torch.long, device=device)
+    real = objective if isinstance(objective, Objective) and not objective.config.encoder_alone else None
+    known = [] if real is None else [find_task(name) for name in tasks]
+    heard = [i for i, task in enumerate(known) if task.question == "audio" and not task.audio]
+    asked = sum(bool(torch.isin(batch.task, torch.tensor(heard)).any()) for batch in batches) if heard else 0
+    shuffles = float(group.sum(torch.tensor([float(asked)]))) > 0  # in all processes alike
     with evaluated(objective, average):
         for batch in batches:
             if group.world == 1:
                 break_off()
             totals += loss_sums(module(batch.to(device), ones, 1.0)).to("cpu", torch.float64)
-            if real:  # in all processes alike
-                other = exchanged(batch, stack)
+            if real is not None and shuffles:
+                other = exchanged(batch, real.model.config.projector.stack)
                 shuffled += loss_sums(module(other.to(device), ones, 1.0)).to("cpu", torch.float64) * (len(batch.frames) > 1)
     totals, shuffled = group.sum(totals), group.sum(shuffled)
     sums, counts = totals[FIXED:-LAST].view(2, -1).sum(1).tolist()
     figures = {**({"loss": sums / counts} if counts > 0 else {}), **mean_losses(totals, tasks, streams)}
-    sums, counts = shuffled[FIXED:-LAST].view(2, len(tasks), -1)[:, written].sum((1, 2)).tolist()
+    sums, counts = shuffled[FIXED:-LAST].view(2, len(tasks), -1)[:, heard].sum((1, 2)).tolist()
     return figures | ({"loss/shuffled": sums / counts} if counts > 0 else {})
 
 
