@@ -159,7 +159,8 @@ class ConfigParser(Parser):
         self.usage = self.usage or f"{self.format_usage()[7:].rstrip()}\n{' ' * 7}[--any.key VALUE ...]"
         for path, section in all_sections(self.config_class):
             documented, hints = docstring_parser.parse_from_object(section), typing.get_type_hints(section)
-            texts = {name: param.description for param in documented.params for name in param.arg_name.split(", ")}
+            params = [each for base in section.__mro__[-2::-1] for each in docstring_parser.parse_from_object(base).params]
+            texts = {name: param.description for param in params for name in param.arg_name.split(", ")}
             group = self.add_argument_group(path.removesuffix(".") or "keys", documented.short_description)
             for field in dataclasses.fields(section):
                 hint, default, text = inner(hints[field.name]), field.default, texts.get(field.name) or ""

@@ -1,4 +1,4 @@
-"""Augmentation of training sound and of its log-mel features: speed, noise, gain, echo, pauses, masks.
+"""Augmentation of training sound and of its log-mel features: speed, rooms, noise, telephones, gain, pauses, masks.
 
 All of it is pure: the same input, configuration and generator state give the same output, bit for bit, and nothing is changed
 in place. Augmentations that are switched off draw no random numbers.
@@ -30,20 +30,23 @@ from omni.audio.decode import SUFFIXES
 from omni.audio.io import SAMPLE_RATE, read_audio
 from omni.audio.resample import resample
 from omni.errors import UserError
-from train.data.config import AugmentConfig, Range
+from train.data.config import AugmentConfig, Range, SoundAugmentConfig
 
 COLOUR: Range = (0.0, 1.0)
 """Generated noise falls with frequency as 1 / f**colour in power: 0 white, 1 pink."""
 RECORDED, NOISY = 0.5, 0.5  # share of noise from files, where there are any; of clips whose features get noise
 ECHO_DB: Range = (-18.0, -3.0)  # power of all of the echo relative to the sound itself
+ECHO_SECONDS: Range = (0.12, 0.5)  # in which the echo of a sound falls by 60 dB
 MASKED = 0.2  # largest share of a clip that a mask over time hides
 
 
-def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) -> Tensor:
-    """Vary speed and noise of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed. UserError: the noise folder is
-    missing or holds no sound, or one of its files cannot be read."""
+def augment_audio(audio: Tensor, config: SoundAugmentConfig, generator: Generator) -> Tensor:
+    """Vary speed, room, noise and band of `[S]` float32 at 16 kHz; returns `[S']`, S' about S / speed. UserError: the noise
+    folder is missing or holds no sound, or one of its files cannot be read."""
     if config.speed is not None:
         audio = resample(audio, round(100 * _uniform(config.speed, generator)), 100)  # steps of 0.01, so filters are reused
+    if config.echo_probability and _uniform((0.0, 1.0), generator) < config.echo_probability:
+        audio = add_room(audio, _uniform(ECHO_SECONDS, generator), _uniform(ECHO_DB, generator), generator)
     if config.noise_snr_db is not None and _uniform((0.0, 1.0), generator) < config.noise_probability:
         samples = audio.shape[-1]
         if config.noise_folder is not None and _uniform((0.0, 1.0), generator) < RECORDED:
@@ -54,7 +57,27 @@ def augment_audio(audio: Tensor, config: AugmentConfig, generator: Generator) ->
         else:
             noise = coloured_noise(samples, _uniform(COLOUR, generator), generator)
         audio = add_noise(audio, noise, _uniform(config.noise_snr_db, generator))
+    if config.band_probability and _uniform((0.0, 1.0), generator) < config.band_probability:
+        audio = telephone(audio)
     return audio
+
+
+def add_room(audio: Tensor, seconds: float, decibels: float, generator: Generator) -> Tensor:
+    """Add the echo of a diffuse room to `[S]`: noise that falls by 60 dB in `seconds` (Polack 1988), `decibels` the power of
+    all of it relative to the sound's."""
+    echo = torch.randn(round(seconds * SAMPLE_RATE), generator=generator)
+    echo *= 10.0 ** (-3.0 * torch.arange(len(echo)) / len(echo))
+    echo *= 10.0 ** (decibels / 20.0) / echo.norm()
+    size = -(-(len(audio) + len(echo)) // 8192) * 8192  # which transforms fast
+    return audio + torch.fft.irfft(torch.fft.rfft(audio, size) * torch.fft.rfft(echo, size), size)[: len(audio)]
+
+
+def telephone(audio: Tensor) -> Tensor:
+    """Keep the band of a telephone in `[S]`, 300 to 3,400 Hz, and nothing from 200 and 3,600 Hz on."""
+    size = (len(audio) // 8192 + 1) * 8192
+    hertz = torch.fft.rfftfreq(size, 1 / SAMPLE_RATE)
+    band = ((hertz - 200) / 100).clamp(0, 1) * ((3600 - hertz) / 200).clamp(0, 1)
+    return torch.fft.irfft(torch.fft.rfft(audio, size) * band, size)[: len(audio)]
 
 
 def add_noise(audio: Tensor, noise: Tensor, snr_db: float) -> Tensor:

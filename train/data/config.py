@@ -21,8 +21,8 @@ Range = tuple[float, float]
 
 
 @configuration
-class AugmentConfig:
-    """Settings of the augmentation. The default changes nothing. A range is (lowest, highest), drawn uniformly.
+class SoundAugmentConfig:
+    """Changes of a question's sound. The default changes nothing. A range is (lowest, highest), drawn uniformly.
 
     UserError: a range upside down or out of its bounds, a probability beyond 1.
     """
@@ -35,6 +35,20 @@ class AugmentConfig:
     """Part of the clips that noise is added to."""
     noise_folder: str | None = None
     """Sound files to take half of the noise from, searched in all folders below. None: generated noise, white to pink."""
+    echo_probability: Share = 0.0
+    """Part of the clips that are heard in a room, whose echo falls by 60 dB in 0.12 to 0.5 s."""
+    band_probability: Share = 0.0
+    """Part of the clips that come by telephone: nothing below 200 and above 3,600 Hz, noise and echo included."""
+
+    def __post_init__(self) -> None:
+        if self.noise_folder is not None and self.noise_snr_db is None:
+            raise UserError(f"augment.noise_folder={self.noise_folder!r} without noise_snr_db: say how loud the noise is")
+
+
+@configuration
+class AugmentConfig(SoundAugmentConfig):
+    """Settings of the augmentation: those of the sound, and of the features that are made of it."""
+
     warp_speed: Annotated[Range | None, span(0.25, 4)] = None
     """Playing speed, by stretching the features over time: (0.9, 1.1)."""
     warp_bands: Annotated[Range | None, span(0.5, 2)] = None
@@ -63,10 +77,6 @@ class AugmentConfig:
     """Number of masks over mel bands, and the most bands of one."""
     time_masks: tuple[NonNegativeInt, NonNegativeInt] = (0, 20)
     """Number of masks over time, and the most frames of one, which hides a fifth of the clip at most."""
-
-    def __post_init__(self) -> None:
-        if self.noise_folder is not None and self.noise_snr_db is None:
-            raise UserError(f"augment.noise_folder={self.noise_folder!r} without noise_snr_db: say how loud the noise is")
 
 
 MOST_COLUMNS = 1 << 22

@@ -21,12 +21,9 @@ from train.data.config import AugmentConfig
 OFF = AugmentConfig()
 MILD = AugmentConfig(speed=(0.9, 1.1), noise_snr_db=(10, 30), freq_masks=(1, 12), time_masks=(2, 20))
 HARSH = AugmentConfig(
-    speed=(0.5, 2.0),
-    noise_snr_db=(-5, 5),
-    noise_probability=0.7,
-    freq_masks=(3, 12),
-    time_masks=(4, 50),
-)
+    speed=(0.5, 2.0), noise_snr_db=(-5, 5), noise_probability=0.7, echo_probability=0.8, band_probability=0.8,
+    freq_masks=(3, 12), time_masks=(4, 50)
+)  # fmt: skip
 
 
 def seeded(seed: int) -> Generator:
@@ -105,6 +102,19 @@ def test_noise_has_its_colour(colour: float, samples: int) -> None:
     power = torch.fft.rfft(noise * torch.hann_window(samples)).abs().square()
     low, high = power[200:400].mean(), power[6400:12800].mean()  # five octaves apart
     assert float(torch.log2(low / high)) / 5 == pytest.approx(colour, abs=0.1)
+
+
+def test_a_room_has_its_echo_and_a_telephone_its_band() -> None:
+    click = torch.eye(1, 16000)[0]
+    for seed in range(5):
+        echo = augment_audio(click, replace(OFF, echo_probability=1.0), seeded(seed)) - click
+        fall = 10 * torch.log10(echo.square().flip(0).cumsum(0).flip(0))  # its slope is that of the decay (Schroeder 1965)
+        assert -18 <= float(fall[0]) <= -3
+        assert 0.11 < 2 * int(((fall <= fall[0] - 5) & (fall > fall[0] - 35)).sum()) / 16000 < 0.55
+    config = replace(OFF, noise_snr_db=(5.0, 5.0), band_probability=1.0)
+    power = torch.fft.rfft(augment_audio(speech(16000), config, seeded(3))).abs().square()
+    assert float(power[3600:].sum() + power[:200].sum()) < 1e-4 * float(power.sum())
+    assert float(power[300:3400].sum()) > 0.9 * float(power.sum())
 
 
 @pytest.mark.parametrize("config", [MILD, HARSH])

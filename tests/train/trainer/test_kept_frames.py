@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("quick_disk")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A padded base, another one, and rows of the same sounds without frames and with those of the base."""
+    """A padded base, another one, and rows of the same sounds without frames, with those of the base, and changed before."""
     place, rng = tmp_path_factory.mktemp("frames"), torch.Generator().manual_seed(0)
     save_base(place / "base", "padded")
     save_base(place / "other", "padded", seed=1)
@@ -39,7 +39,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         soundfile.write(place / f"{number}.wav", samples.numpy(), 16_000)
         rows.append({"question_audio": f"{number}.wav", "question_text": f"number {number}"})
     (place / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    for out, options in (("plain", []), ("kept", ["--frames", str(place / "base")])):
+    frames = ["--frames", str(place / "base")]
+    changed = [*frames, "--augment", "{speed: [0.8, 0.9], noise_snr_db: [5, 10], band_probability: 0.5}"]
+    for out, options in (("plain", []), ("kept", frames), ("changed", changed)):
         assert main(["data", "prepare", str(place / "table.jsonl"), str(place / out), "--workers", "1", *options]) == 0
     return place
 
@@ -57,14 +59,17 @@ def losses(config: FitConfig) -> list[float]:
     return [*(row["loss"] for row in read_table(Path(config.run_folder) / METRICS)), outcome.figures["loss"]]
 
 
-def test_kept_frames_are_those_of_whispers_own_encoder(place: Path) -> None:
+@pytest.mark.parametrize("rows", ["kept", "changed"])
+def test_kept_frames_are_those_of_whispers_own_encoder(place: Path, rows: str) -> None:
     encoder = load_folder(place / "base", mute=True).model.encoder
     config = encoder.config
     whisper = AudioEncoder(config.n_mels, config.positions, config.width, config.heads, config.layers)
     whisper.load_state_dict(encoder.whisper.state_dict())
-    for row in (StoredRows(place / "kept")[number] for number in range(12)):
+    for row, plain in ((StoredRows(place / out)[number] for out in (rows, "plain")) for number in range(12)):
         audio, kept = row.turns[0].question_audio, row.turns[0].question_frames
         assert audio is not None and kept is not None and kept.encoder == encoder.fingerprint()
+        slower = audio.info().samples / plain.turns[0].question_audio.info().samples  # type: ignore[union-attr]
+        assert 1.1 < slower < 1.26 if rows == "changed" else slower == 1
         with torch.no_grad():
             wanted = whisper(config.features(audio.load(16_000))[None])[0, : kept.counts[0]]
         assert_near(kept.clips[0].float(), wanted, 2**-8)

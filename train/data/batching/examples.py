@@ -366,7 +366,8 @@ class ExampleMaker:
         heard = [ClipFeatures(encoder.features(piece), encoder.clip_frames(len(piece))) for piece in pieces]
         if not self.model.turn or len(heard) > 1:
             return heard
-        voice = speech(heard[0].mel if self.augment is None or self.augment.noise_snr_db is None else encoder.features(clean))
+        hidden = self.augment is not None and (self.augment.noise_snr_db or self.augment.echo_probability)
+        voice = speech(encoder.features(clean) if hidden else heard[0].mel)
         index = torch.arange(heard[0].mel.shape[1]) * len(voice) // heard[0].mel.shape[1]  # speed may have changed the length
         return [heard[0]._replace(voice=voice[index])]
 

@@ -46,7 +46,7 @@ def settings_of(path: Path, source: OpenedSource, config: PrepareConfig, address
     """Collect everything that rows and shards depend on: the configuration, the source's files, and the codec's weights.
 
     `address` is where the source was brought from."""
-    unused = _WITHOUT_EFFECT if config.sides else _WITHOUT_EFFECT + _OF_SPEECH
+    unused = _WITHOUT_EFFECT if config.sides or config.augment else _WITHOUT_EFFECT + _OF_SPEECH
     plain = json.loads(json.dumps({name: value for name, value in asdict(config).items() if name not in unused}))  # lists
     codec = Path(config.codec_folder) if config.codec_folder else None
     return {

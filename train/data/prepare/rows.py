@@ -23,13 +23,14 @@ from omni.stores.drivers import join
 from omni.stores.tries import StoreError
 from omni.utils.configuration import configuration
 from omni.utils.remote import shown
+from train.data.config import SoundAugmentConfig
 from train.data.readers import Broken, OpenedSource, ReaderOptions, data_path
 from train.data.readers.codes import codes_seconds
 from train.data.readers.files import Files
 from train.data.readers.source import one_line
 from train.data.rows.reference import Reference
 from train.data.rows.row import Codes, Frames, Row, RowTurn, Sound, checked, inside, to_plain
-from train.data.seeding import key
+from train.data.seeding import key, seeded_generator
 from train.data.tts.voices import SpeakingConfig, SpeakingVoice, Voice, check_spec, make_voice
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ class PrepareConfig:
         answer_voice: who answers; empty for `voice`, or one voice (`espeak:+f3`) where that is espeak-ng in many, or
             several.
         speaking: how questions are spoken.
-        seed: of the choice of voices, together with the row's id.
+        augment: changes of questions' sound (`data.augment` of a run, less those of features), once for all, before it is
+            stored and encoded: speakers, rooms, noise and telephones, one for all of a row.
+        seed: of the choice of voices and changes, together with the row's id.
         codec: encode spoken answers by this audio codec (`codec2`, `snac`, ...); empty leaves codes and sound as they are.
         codec_folder: its weights.
         frames: also keep what the encoder of this model folder makes of questions, in fp32 rounded to bfloat16: a run in which
@@ -75,7 +78,7 @@ class PrepareConfig:
             becomes FLAC).
         answer_rate: the same for the sound of answers.
         recordings: `copy` stores them in the rows; `reference` stores where they are, with size and checksum, and leaves files
-            and objects of stores as they are, at their own rate. What is spoken, or held by a table, is stored in any case.
+            and objects of stores as they are, at their own rate. What is spoken, changed, or held by a table, is stored.
         shard_mb: most MiB of a Parquet file, before compression; but a file ends between blocks of 32 items and holds one at
             least, which is larger where their sound is (compression leaves that as it is).
         workers: processes; 0 works in this one, null takes one for every core (and `threads`). The rows do not depend on it.
@@ -92,6 +95,7 @@ class PrepareConfig:
     voice: str | dict[str, float] = "espeak"
     answer_voice: str = ""
     speaking: SpeakingConfig = field(default_factory=SpeakingConfig)
+    augment: SoundAugmentConfig | None = None
     seed: int = 0
     codec: str = ""
     codec_folder: str = ""
@@ -341,6 +345,8 @@ class BlockMaker:
         if question is None and "question" in self.voices and turn.question_text.strip():
             question = self._say("question", turn.question_text, row, number)
             done.spoken_questions += 1
+        if question is not None and self.config.augment is not None:
+            question, turn = self._augmented(question, row.id, turn)
         if question is not None:
             question, seconds = self._stored(question, self.config.question_rate)
             done.question_seconds += seconds
@@ -350,6 +356,19 @@ class BlockMaker:
             ready = self.encoder.config.prepare(question.load(SAMPLE_RATE))
             frames = Frames.of(self.fingerprint, self.encoder.encode([ready])[0].split(ready.clip_frames))
         return replace(turn, question_audio=question, answer_audio=audio, answer_codes=codes, question_frames=frames)
+
+    def _augmented(self, sound: Sound, row_id: str, turn: RowTurn) -> tuple[Sound, RowTurn]:
+        """Change a question's sound; as its voice, this depends on the row's id and the seed alone. The turn's words keep step,
+        and frames of the sound before are dropped."""
+        from train.data.augment import augment_audio
+
+        assert self.config.augment is not None
+        before = checked(sound.load(SAMPLE_RATE))
+        after = augment_audio(before, self.config.augment, seeded_generator(self.config.seed, "augment", row_id))
+        after = after / after.abs().max().clamp(min=1.0)  # FLAC would clip it
+        ratio = len(after) / len(before)
+        words = [w._replace(start=w.start * ratio, end=w.end * ratio) if w.who == "user" else w for w in turn.words]
+        return Sound(after, SAMPLE_RATE), replace(turn, words=tuple(words), question_frames=None)
 
     def _answer(self, row: Row, number: int, turn: RowTurn, done: PrepareTally) -> tuple[Sound | None, Codes | None]:
         """Sound and codes of the answer; None for each that is not stored."""

@@ -16,13 +16,14 @@ from omni.codec.registry import load_codec
 from omni.errors import UserError
 from tests.processes import Program
 from tests.train.data.prepare.toys import Deadly, ToySource, Unfit
+from train.data.config import SoundAugmentConfig
 from train.data.prepare import rows as blocks
 from train.data.prepare import shards
 from train.data.prepare.prepare import discard, prepare
 from train.data.prepare.rows import PrepareConfig, PrepareTally
 from train.data.readers import ReaderOptions
 from train.data.rows.parquet import StoredRows
-from train.data.rows.row import Codes
+from train.data.rows.row import Codes, Word
 
 pytestmark = pytest.mark.usefixtures("forked")
 HERE = Path(__file__)
@@ -102,6 +103,20 @@ def test_rows_are_read_back_as_they_were_meant(tmp_path):
         assert torch.equal(turn.answer_codes.frames, codec.encode(wanted.answer_audio.load(8000)))
     seconds = sum(len(source.row(i).turns[0].question_audio.load(16000)) for i in range(40)) / 16000
     assert done.question_seconds == pytest.approx(seconds, abs=0.01)
+
+
+def test_changes_of_a_sound_depend_on_the_row_and_the_seed_alone(tmp_path):
+    source, words = ToySource(6), tuple(Word("what", 0.1, 0.2, who) for who in ("user", "model"))
+    source.row = lambda index: replace(row := ToySource.row(source, index), turns=(replace(row.turns[0], words=words),))
+    augment = SoundAugmentConfig(speed=(0.8, 0.8), noise_snr_db=(5, 10), echo_probability=0.5, band_probability=0.5)
+    settings = {"one": {"limit": 1}, "all": {}, "seed": {"seed": 1}, "plain": {"augment": None}}
+    for out, options in settings.items():
+        made(tmp_path / out, source, **{"augment": augment, **options})
+    turns = [StoredRows(tmp_path / out)[0].turns[0] for out in settings]
+    one, every, seed, plain = (turn.question_audio.load(16000) for turn in turns)
+    assert torch.equal(one, every) and not torch.equal(one, seed)
+    assert len(one) == pytest.approx(len(plain) / 0.8, abs=1)
+    assert [word.start for word in turns[0].words] == pytest.approx([0.125, 0.1], rel=1e-3)
 
 
 @pytest.mark.parametrize("keep", [True, False])
