@@ -165,6 +165,10 @@ def _prepare(
         codec_of(config)  # loaded before processes start and folders are made, so that errors come first
     for side in config.sides:
         voice_of(config, side)
+    if config.augment is not None and config.augment.noise_folder is not None:
+        from train.data.augment import noise_files
+
+        noise_files(config.augment.noise_folder)  # without them half of the rows would be broken
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:

@@ -114,9 +114,10 @@ def test_changes_of_a_sound_depend_on_the_row_and_the_seed_alone(tmp_path):
         made(tmp_path / out, source, **{"augment": augment, **options})
     turns = [StoredRows(tmp_path / out)[0].turns[0] for out in settings]
     one, every, seed, plain = (turn.question_audio.load(16000) for turn in turns)
-    assert torch.equal(one, every) and not torch.equal(one, seed)
-    assert len(one) == pytest.approx(len(plain) / 0.8, abs=1)
+    assert torch.equal(one, every) and not torch.equal(one, seed) and len(one) == pytest.approx(len(plain) / 0.8, abs=1)
     assert [word.start for word in turns[0].words] == pytest.approx([0.125, 0.1], rel=1e-3)
+    with pytest.raises(UserError, match="is not a folder"):
+        made(tmp_path / "none", source, augment=SoundAugmentConfig(noise_snr_db=(5, 5), noise_folder="none"))
 
 
 @pytest.mark.parametrize("keep", [True, False])
