@@ -23,8 +23,11 @@ from omni.checkpoint.places import CONFIG, WEIGHTS
 from omni.checkpoint.tensors import PT, FileStamp, read_torch, read_weights, save_tensors, state_of, write_file
 from omni.codec.base import AudioCodec
 from omni.codec.registry import CODECS, load_codec
+from omni.config import ModelConfig
 from omni.convert.contract import CodecConfig, Foreign, check_float, match, renamed, shapes_of, whole_number
 from omni.convert.lazy import WriteCallback
+from omni.encoder.base import Encoder, build_encoder
+from omni.encoder.config import EncoderConfig
 from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError
@@ -54,6 +57,16 @@ def shorten_window(encoder: Foreign, seconds: float) -> Foreign:
         raise UserError(f"encoder.window_seconds is {seconds:g}: {encoder.path} has positions for {config.window_seconds:g} s")
     short = replace(config, window_seconds=seconds)
     return replace(encoder, config=short, tensors={**encoder.tensors, name: encoder.tensors[name].rows(0, short.positions)})
+
+
+def load_encoder(weights: Foreign) -> Encoder:
+    """The encoder of a Whisper or of a whole model, in fp32; nothing else of the checkpoint is read."""
+    config = weights.config.encoder if isinstance(weights.config, ModelConfig) else weights.config
+    assert isinstance(config, EncoderConfig)
+    encoder, prefix = build_encoder(config).eval(), "encoder."
+    state = {name.removeprefix(prefix): t().float() for name, t in weights.tensors.items() if name.startswith(prefix)}
+    encoder.load_state_dict(state)
+    return encoder
 
 
 def _read_openai(path: Path) -> Foreign:

@@ -18,9 +18,7 @@ from omni.convert import omni_folder as streamed
 from omni.convert.contract import WORDS, CodecConfig, Foreign, TextConfig, one_dtype
 from omni.convert.grow import Growth, grow, with_encoder
 from omni.convert.lazy import WriteCallback, cast
-from omni.convert.parts import read_whisper, shorten_window, write_codec
-from omni.encoder.base import build_encoder
-from omni.encoder.config import EncoderConfig
+from omni.convert.parts import load_encoder, read_whisper, shorten_window, write_codec
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.files import real_place
@@ -303,21 +301,13 @@ def compare_frames(source: Path, target: Path, options: ConvertOptions) -> str:
     if (config.fixed_length, config.window_seconds) == (True, whisper.config.window_seconds):
         return ""
     sound = read_audio(find_question(QUESTION), SAMPLE_RATE)[: min(config.max_samples, whisper.config.max_samples)]
-    ours, theirs = encode_by(model, config, sound), encode_by(whisper, whisper.config, sound)
+    ours, theirs = (load_encoder(weights).encode([sound])[0] for weights in (model, whisper))
     theirs = theirs[: len(ours)]
     error = float((ours[: len(theirs)] - theirs).norm() / theirs.norm())
     return (
         f"encoder: frames differ by {error:.2f} from those in Whisper's window of {whisper.config.window_seconds:g} s "
         f"(relative, of {len(sound) / SAMPLE_RATE:.1f} s of speech)"
     )
-
-
-def encode_by(weights: Foreign, config: EncoderConfig, sound: torch.Tensor) -> torch.Tensor:
-    """Frames [T, D] of a sound [S], by the weights of a checkpoint in fp32."""
-    encoder, prefix = build_encoder(config).eval(), "encoder."
-    state = {name.removeprefix(prefix): t().float() for name, t in weights.tensors.items() if name.startswith(prefix)}
-    encoder.load_state_dict(state)
-    return encoder.encode([sound])[0]
 
 
 def _typed(model: Foreign, options: ConvertOptions) -> Foreign:

@@ -426,11 +426,11 @@ def encoder_of(config: PrepareConfig) -> Encoder | None:
     """Load the encoder whose frames are kept, in fp32; None where none are. UserError: no model folder."""
     if not config.frames:
         return None
-    import torch
+    from omni.convert.omni_folder import read
+    from omni.convert.parts import load_encoder
+    from omni.stores.reading import local_path
 
-    from omni.checkpoint.folder import load_folder
-
-    return load_folder(config.frames, config.device, torch.float32, mute=True).model.eval().encoder
+    return load_encoder(read(local_path(config.frames))).to(config.device)
 
 
 def voice_of(config: PrepareConfig, side: str) -> Voice:
