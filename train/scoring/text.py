@@ -101,7 +101,8 @@ FUNCTION_WORDS = (
 def says_the_same(question: str, a: str, b: str, normaliser: Normaliser) -> bool:
     """Whether two answers to a question say the same: their first sentences have a token F1 (SQuAD's, Rajpurkar et al. 2016) of
     at least 0.5 over the words that are neither in the question nor function words; where none are left, they are equal."""
-    sentences = [normaliser(re.split(r"(?<=[.!?])\s|\n", text.strip(), maxsplit=1)[0]).split() for text in (a, b)]
+    texts = [re.sub(r"^\d+[.)]\s+", "", text.strip()) for text in (a, b)]  # without the number of a list's first item
+    sentences = [normaliser(re.split(r"(?<=[.!?])\s|\n", text, maxsplit=1)[0]).split() for text in texts]
     dropped = {*FUNCTION_WORDS.split(), *normaliser(question).split()}
     said, other = (Counter(word for word in words if word not in dropped) for words in sentences)
     if not said and not other:

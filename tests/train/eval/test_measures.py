@@ -160,6 +160,7 @@ def test_normalisers() -> None:
         ("Is the earth flat?", "No, it is not.", "Yes, it is.", False),
         ("Is it?", "It is.", "it is", True),
         ("Is it?", "...", "", False),
+        ("Which city?", "1. Paris has museums.", "1. Rome has ruins.", False),
         ("Why?", "Dust scatters blue light.", "Dust scatters red shadows", True),  # half of four
         ("Why?", "Dust scatters blue light.", "Dust makes red shadows", False),
     ],
