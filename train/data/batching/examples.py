@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -227,7 +227,7 @@ class ExampleMaker:
                 f"the tokenizer has {len(tokenizer)} ids, the layout's text stream {model.layout.text.size}; "
                 "use the model's own tokenizer"
             )
-        sizes: list[tuple[str, Any, Any, str]] = [("ctc", self.alignment.size, model.ctc, "choose another alignment")]
+        sizes: list[tuple[str, object, object, str]] = [("ctc", self.alignment.size, model.ctc, "choose another alignment")]
         sizes += [("ctc_sounds", self.alignment.sound_size, model.ctc_sounds, "change data.sounds")]
         for name, size, heads, otherwise in sizes if self.alignment.spelling != "none" else ():  # else no head is trained
             if size != heads:
@@ -323,9 +323,8 @@ class ExampleMaker:
             key = ("sound", draw, number) if prepared.kept_as is None else ("kept", *prepared.kept_as, number)
             prepared.heard[number] = self._features(turn, *key) if self.frames is None else self._kept(turn)
             turns = list(prepared.row.turns)
-            turns[number] = replace(
-                turn, question_audio=Sound(), question_frames=None
-            )  # the samples are twice as large as the features
+            # The samples are twice as large as the features.
+            turns[number] = replace(turn, question_audio=Sound(), question_frames=None)
             prepared.row = replace(prepared.row, turns=tuple(turns))
         heard = prepared.heard[number]
         transcript = self.alignment.ids(turn.question_text) if len(heard) == 1 else []
