@@ -184,9 +184,7 @@ class ModelConfig:
         if self.projector.kind == "transformer":
             heads = self.projector.settings.get("heads", TransformerSettings.heads)
             if self.decoder.width % heads:
-                raise UserError(
-                    f"projector.settings.heads is {heads}, which does not divide decoder.width {self.decoder.width}"
-                )
+                raise UserError(f"projector.settings.heads {heads} does not divide decoder.width {self.decoder.width}")
         if self.turn and not self.encoder.streams:
             raise UserError(
                 "turn is true, but the encoder's frames hear what comes after them: set encoder.mode to chunked, or turn to "

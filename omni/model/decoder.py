@@ -141,11 +141,9 @@ class Decoder(nn.Module):
             if positions is None:
                 positions = input_pos.clamp_min(0)
         else:
-            window = self.config.window
-            if packed is not None and (
-                takes_packed(x.device, multiplied_in(x), self.config.head_size)
-                or takes_segments(x.device, window, self.blocks[0])
-            ):
+            window, dtype = self.config.window, multiplied_in(x)
+            apart = takes_packed(x.device, dtype, self.config.head_size) or takes_segments(x.device, window, self.blocks[0])
+            if packed is not None and apart:
                 mask = packed._replace(window=window)
             else:
                 mask = causal_mask(tokens.shape[2], segments, window, tokens.device)

@@ -189,10 +189,9 @@ def export(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | Non
 
 def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar | None) -> dict[str, FileStamp]:
     """Write a complete speech model as a model folder, with another encoder or the codec's weights where they are given."""
-    own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode", "encoder_window"), "omni": ("drop_ctc",)}.get(
-        model.format, ()
-    )
-    check_options(options, ("dtype", "encoder", "codec_folder", *own), f"{model.path} is a whole speech model")
+    own = {"mini-omni": ("tokenizer", "drop_vision", "encoder_mode", "encoder_window"), "omni": ("drop_ctc",)}
+    taken = "dtype", "encoder", "codec_folder", *own.get(model.format, ())
+    check_options(options, taken, f"{model.path} is a whole speech model")
     if options.encoder is not None and model.format != "mini-omni":  # a mini-omni got its encoder in `read_source`
         encoder = choose_encoder(options)
         if not isinstance(encoder, Foreign):
