@@ -268,7 +268,7 @@ class BlockMaker:
         self.config, self.codec = config, codec_of(config)
         self.voices = {side: voice_of(config, side) for side in config.sides}
         self.encoder = encoder_of(config)
-        self.fingerprint = None if self.encoder is None else self.encoder.fingerprint()
+        self.fingerprint = None if self.encoder is None else self.encoder.to(config.device).fingerprint()
 
     def __call__(self, items: range) -> PreparedBlock:
         """Make the block of these items; UserError where the source cannot be read at all."""
@@ -423,14 +423,14 @@ def codec_of(config: PrepareConfig) -> AudioCodec | None:
 
 
 def encoder_of(config: PrepareConfig) -> Encoder | None:
-    """Load the encoder whose frames are kept, in fp32; None where none are. UserError: no model folder."""
+    """Load the encoder whose frames are kept, in fp32 on the CPU; None where none are. UserError: no model folder."""
     if not config.frames:
         return None
     from omni.convert.omni_folder import read
     from omni.convert.parts import load_encoder
     from omni.stores.reading import local_path
 
-    return load_encoder(read(local_path(config.frames))).to(config.device)
+    return load_encoder(read(local_path(config.frames)))
 
 
 def voice_of(config: PrepareConfig, side: str) -> Voice:
