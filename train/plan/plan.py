@@ -237,7 +237,7 @@ def savings_here(config: FitConfig, in_step: bool, limit: float) -> list[Knob]:
 
 
 def pace(config: FitConfig, model: SpeechModel, world: int, speed: float | None) -> dict[str, Any]:
-    """The pace of two micro-batches of the data at `speed` FLOP/s of a device; of full rows where `problem` says why."""
+    """The mean pace of the steps at `speed` FLOP/s of a device, of two micro-batches; of full rows where `problem` says why."""
     micro, examples, problem = config.data.micro_batches, None, ""
     try:
         initial = build_initial(config.model, config.seed, weights=False)
@@ -251,7 +251,8 @@ def pace(config: FitConfig, model: SpeechModel, world: int, speed: float | None)
     if config.balance is not None:
         forward, backward = config.balance.passes(config.data, config.objective.by_heads, len(model.layout), world)
     flops, each = StepFlops(model, config.objective), micro / len(batches)
-    work = each * sum(flops(b, targets(b)) for b in batches) * (forward + 2 * backward) / 3  # as `StepFlops` counts them
+    first, passes = config.objective.align_first, (forward + 2 * backward) / 3  # as `StepFlops` counts them
+    work = each * sum(first * flops(b, targets(b), 0.0) + (1 - first) * passes * flops(b, targets(b)) for b in batches)
     seconds, budget = work / (speed * world) if speed else None, config.budget
     limits = [float(budget.steps)] if budget.steps is not None else []
     limits += [60 * budget.minutes / seconds] if budget.minutes is not None and seconds else []

@@ -378,6 +378,15 @@ def test_further_passes_take_time_and_are_said() -> None:
     assert (full["forwards"], full["backwards"]) == (3, 3) and (plain["forwards"], plain["backwards"]) == (1, 1)
 
 
+def test_steps_that_train_what_hears_alone_are_cheaper() -> None:
+    config, model = replace(balanced("upgrad", "parameters"), balance=None), replace(shape(), ctc=28)
+    config = replace(config, data=replace(config.data, alignment="letters"), model=replace(config.model, ctc=28))
+    objectives = [ObjectiveConfig(ctc_weight=1.0, align_first=share) for share in (0.0, 0.25, 0.5)]
+    plans = [pace(replace(config, objective=o), meta_model(config, model), 1, 1e12) for o in objectives]
+    none, less, more = (plan["seconds"] for plan in plans)
+    assert none - less == pytest.approx(less - more) and more < 0.8 * none
+
+
 def test_knobs_leave_out_what_a_balance_cannot_have() -> None:
     config, model = balanced("modo", micro=3, rows=4), shape(layers=1)
     found = saved(config, model, 64, cuda=True)
