@@ -218,7 +218,7 @@ class StepFlops:
         self.per_pair = (c.layers + c.post_layers) * c.heads * c.head_size
         self.per_frame = sum(sizes[f"encoder.{n}"] for n, p in encoder.named_parameters() if p.ndim >= 2)
         self.per_feature = sum(sizes[f"projector.{n}"] for n, p in projector.named_parameters() if p.ndim >= 2)
-        self.stack, self.encoder_pair, self.feature_pair = projector.stack, model.config.encoder.attention_size, 0
+        self.stack, self.encoder, self.feature_pair = projector.stack, model.config.encoder, 0
         if isinstance(projector.project, ClipTransformer):
             self.feature_pair = len(projector.project.blocks) * c.width
         learns = [any(p.requires_grad for p in part.parameters()) for part in (encoder, projector)]
@@ -229,14 +229,15 @@ class StepFlops:
             self.passes += 2
 
     def __call__(self, batch: Batch, targets: Tensor, progress: float = 1.0) -> float:
-        """FLOPs of a batch at a point of the budget; targets: supervised positions of each stream, [K] and more (which are not
-        used)."""
-        frames, features = batch.frames, [-(-n // self.stack) for n in batch.frames]
+        """FLOPs of a batch at a point of the budget; targets: supervised positions of each stream, [K] and more (not used)."""
+        features = [-(-n // self.stack) for n in batch.frames]
+        frames = [self.encoder.positions] * len(features) if self.encoder.fixed_length else batch.frames
         projected = self.per_feature * sum(features) + 2.0 * self.feature_pair * sum(n * n for n in features)
         hearing = self.feature_passes * projected
         hearing += self.per_spelt * sum(n for n, ids in zip(features, batch.transcripts, strict=True) if ids)
         if not batch.encoded:
-            hearing += self.passes * (self.per_frame * sum(frames) + 2.0 * self.encoder_pair * sum(n * n for n in frames))
+            encoded = self.per_frame * sum(frames) + 2.0 * self.encoder.attention_size * sum(n * n for n in frames)
+            hearing += self.passes * encoded
         if progress < self.align_first or self.align_first == 1:
             return hearing
         heads = sum(6.0 * w * n for w, n in zip(self.widths, targets.tolist(), strict=False))

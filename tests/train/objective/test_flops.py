@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -42,3 +45,18 @@ def test_flops_of_features_read_as_tokens_are_those_that_torch_counts() -> None:
     count = StepFlops(model, config)
     assert count(batch, targets(batch), 0.0) == pytest.approx(counter.get_total_flops(), rel=0.02)
     assert count(batch, targets(batch), 0.5) == StepFlops(model)(batch, targets(batch))
+
+
+@pytest.mark.parametrize("mode", ["variable", "padded"])
+def test_flops_of_an_encoder_are_those_that_torch_counts(mode: str) -> None:
+    """Of whole windows, where it hears those; torch's count has the alignment head, too."""
+    known = MODELS["codec2"].encoder
+    model = SpeechModel(replace(MODELS["codec2"], encoder=replace(known, mode=mode, width=64)))
+    batch = pack(model, [make_examples(model, ["A1T1", "A1A2"])], 64)
+    if mode == "padded":
+        batch.input_lengths = [2 * known.positions] * 2
+        batch.inputs = F.pad(batch.inputs, (0, batch.input_lengths[0] - batch.inputs.shape[2]))
+    config = ObjectiveConfig(ctc_weight=1.0, align_first=0.5)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        Objective(model, config)(batch, targets(batch), 0.0).total.backward()
+    assert StepFlops(model, config)(batch, targets(batch), 0.0) == pytest.approx(counter.get_total_flops(), rel=0.06)
