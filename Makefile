@@ -17,7 +17,7 @@ MODEL ?= runs/nano-live/model
 ADAPTERS ?=
 NANO := omni/pretrained/nano
 
-.PHONY: demo test test-long test-gpu judges lint pretrained clean
+.PHONY: demo test test-long test-gpu test-real judges lint pretrained clean
 
 demo: $(READY)
 	$(RUN) -m train demo
@@ -33,6 +33,10 @@ test-long: $(READY)
 
 test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m cuda -rs
+
+# On pretrained parts in the folder REAL.
+test-real: $(READY)
+	OMP_NUM_THREADS=1 REAL=$(REAL) $(RUN) -m pytest -n 0 -m long -rs tests/real
 
 judges: demo
 	-bash tests/judges/setup.sh $(JUDGES)

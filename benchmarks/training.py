@@ -357,8 +357,9 @@ def real(device: torch.device, small: bool, parts: str) -> Figures:
         raise UserError("real parts are needed: give --parts FOLDER, or name the other checks")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        convert = ["convert", f"{parts}/smollm", f"{name}/base", "--encoder", f"{parts}/whisper/base.pt", "--codec", "codec2"]
-        run_command([*convert, "--projector", "mlp", "--projector_hidden", "2048", "--projector_stack", "5"])
+        whisper = f"--encoder {parts}/whisper/base.pt --encoder_window 6 --codec codec2"
+        projector = "--projector mlp --projector_hidden 2048 --projector_stack 5"
+        run_command(["convert", f"{parts}/smollm", f"{name}/base", *whisper.split(), *projector.split()])
         lines = (" ".join(Random(n).choices(WORDS, k=8 + n % 5)) for n in range(16 if small else SENTENCES))
         rows = [json.dumps({"question_text": line, "answer_text": line}) for line in lines]
         (folder / "texts.jsonl").write_text("\n".join(rows))

@@ -50,12 +50,13 @@ def read_whisper(path: Path) -> Foreign:
 
 
 def shorten_window(encoder: Foreign, seconds: float) -> Foreign:
-    """A Whisper's encoder with a window of so many seconds: the first of its positions. UserError: it has fewer."""
+    """A Whisper's encoder with a window of so many seconds, the first of its positions, by which longer sounds are split.
+    UserError: it has fewer."""
     config, name = encoder.config, "encoder.whisper.positional_embedding"
     assert isinstance(config, WhisperConfig)
     if seconds > config.window_seconds:
         raise UserError(f"encoder.window_seconds is {seconds:g}: {encoder.path} has positions for {config.window_seconds:g} s")
-    short = replace(config, window_seconds=seconds)
+    short = replace(config, window_seconds=seconds, long_audio="split")
     return replace(encoder, config=short, tensors={**encoder.tensors, name: encoder.tensors[name].rows(0, short.positions)})
 
 

@@ -83,7 +83,8 @@ class Validator:
 
 def answering_type(device: str, precision: str) -> torch.dtype:
     """The precision in which a run's model answers on a kind of device."""
-    return torch.bfloat16 if device != "cpu" and precision.startswith("bf16") else torch.float32
+    half = precision == "bf16-true" or (precision == "bf16-mixed" and device != "cpu")
+    return torch.bfloat16 if half else torch.float32
 
 
 @dataclass(frozen=True)
