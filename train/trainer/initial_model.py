@@ -37,8 +37,8 @@ from train.objective.objective import Teacher
 CHUNKS = ("encoder.chunk_ms", "encoder.train_chunk_ms", "encoder.history_ms")
 HEADS = ("alignment_head.", "turn_head.")
 ADJUSTABLE = ("ctc", "ctc_sounds", "turn", "decoder.context", "encoder.mode", "encoder.long_audio", *CHUNKS)
-"""Keys in which a run may differ from the folder it starts from: no weight depends on them but those of `HEADS`. A projector of
-another kind starts anew."""
+"""Keys in which a run may differ from the folder it starts from: no weight depends on them but those of `HEADS`. So may the
+kind of its projector, whose weights are then drawn."""
 
 BYTES = 256
 """Ids of the byte tokenizer."""
