@@ -163,8 +163,8 @@ class ModelConfig:
     Attributes:
         codec: name of the audio codec (`codec2`, `snac`, or one that was registered), which the layout's audio streams must
             fit.
-        ctc: ids of an alignment head on the encoder (blank first), 0 for none, or `tokens`: it reads features as tokens of the
-            text stream (`omni.model.projector.TokenHead`); used in training only.
+        ctc: ids of an alignment head on the encoder (blank first), 0 for none, used in training only; or `tokens`: it reads
+            features as tokens of the text stream, and the decoder takes what it reads (`omni.model.projector.TokenHead`).
         ctc_sounds: ids of its second spelling, by sounds (their blank first); they follow those of the first.
         turn: a head on the encoder's frames says whether there is a voice, and whether the question has ended.
     """

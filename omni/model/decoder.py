@@ -170,6 +170,12 @@ class Decoder(nn.Module):
         return _weight(self.text_embedding if self.text_head is None else self.text_head)
 
     @property
+    def text_table(self) -> Tensor:
+        """Weight of the text embedding, [V, W], whole where processes share it."""
+        table = _weight(self.text_embedding)
+        return table.full_tensor() if hasattr(table, "full_tensor") else table
+
+    @property
     def audio_weight(self) -> Tensor:
         """Weight of the audio streams' head, [sum of V, W]."""
         return _weight(self.audio_head)

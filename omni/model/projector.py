@@ -59,12 +59,15 @@ class ClipTransformer(nn.Module):
 
 class TokenHead(nn.Module):
     """Reads features as tokens of the text stream, or none (CTC): a token's logit is the product of feature and text embedding,
-    both normalised, times a learnt temperature; the blank has a linear layer."""
+    both normalised, times a learnt temperature; the blank has a linear layer. What it reads is what the decoder takes."""
+
+    LIKELIEST = 16
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.blank = nn.Linear(width, 1)
         self.log_temperature = nn.Parameter(torch.zeros(1))
+        self.silence = nn.Parameter(torch.zeros(width))
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Of features [N, W], in fp32: vectors [N, W] whose products with the rows of `classifier` are the tokens' logits, and
@@ -78,6 +81,19 @@ class TokenHead(nn.Module):
     def classifier(embedding: Tensor, dtype: torch.dtype) -> Tensor:
         """The normalised rows [V, W] of the text embedding, which the head does not train."""
         return F.normalize(embedding.detach(), dim=-1).to(dtype)
+
+    def read(self, features: Tensor, embedding: Tensor) -> Tensor:
+        """What the decoder takes in place of features [N, W]: the mean of the likeliest tokens' embeddings and of the blank's,
+        `silence`, by likelihood (LegoSLM, arXiv 2505.11352, has that of all tokens)."""
+        x, blank = self(features)
+        embedding = embedding.detach()
+        with torch.no_grad():
+            table = self.classifier(embedding, multiplied_in(features))
+            likeliest = torch.cat([(part.to(table) @ table.T).topk(self.LIKELIEST).indices for part in x.split(1024)])
+        tokens = embedding[likeliest].float()
+        logits = (F.normalize(tokens, dim=-1) @ x[:, :, None])[..., 0]
+        p = torch.cat([blank[:, None], logits], 1).softmax(1)[..., None]
+        return (p[:, 0] * self.silence + (p[:, 1:] * tokens).sum(1)).to(features.dtype)
 
 
 class Projector(nn.Module):

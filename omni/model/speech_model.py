@@ -95,7 +95,13 @@ class SpeechModel(nn.Module):
     ) -> Tensor:
         """Features [N, W] of clips one after another, as `forward` takes them, of what `Encoder.run` takes; task: see
         `Projector.forward`."""
-        return self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task)
+        return self.read(self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task))
+
+    def read(self, features: Tensor) -> Tensor:
+        """What the decoder takes of the projector's features [N, W]: what the head `tokens` reads, else the features."""
+        if not isinstance(self.alignment_head, TokenHead):
+            return features
+        return self.alignment_head.read(features, self.decoder.text_table) / self.config.feature_factor
 
     def forward(
         self,

@@ -199,6 +199,8 @@ def write_model(model: Foreign, target: Path, options: ConvertOptions, bar: Bar 
         model = with_encoder(model, encoder)
     config = model.config
     assert isinstance(config, ModelConfig)
+    if options.drop_ctc and config.ctc == "tokens":
+        raise UserError(f"--drop_ctc: the decoder of {model.path} takes what its alignment head reads; leave it in")
     if options.drop_ctc:
         tensors = {name: tensor for name, tensor in model.tensors.items() if not name.startswith("alignment_head.")}
         model = replace(model, tensors=tensors, config=replace(config, ctc=0, ctc_sounds=0))

@@ -196,7 +196,7 @@ class Objective(nn.Module):
             if isinstance(task_losses, TaskLosses):
                 by_task = torch.cat([weighted.new_zeros(len(task_losses)), weighted.detach()[None]])
             return Losses(total, none, none, by_task=by_task, **heard)
-        features = task_losses.at_features(batch, features)
+        features = task_losses.at_features(batch, model.read(features))
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
@@ -274,8 +274,7 @@ class Objective(nn.Module):
     def _classifier_of(self, head: TokenHead, transcripts: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor | None:
         """The head's classifier, None where no transcript needs one yet. A CPU, for which it is a sixth of the loss, makes that
         of a frozen embedding once."""
-        table = self.model.decoder.text_embedding.weight
-        table = table.full_tensor() if isinstance(table, DTensor) else table  # in all processes, whatever their clips
+        table = self.model.decoder.text_table  # in all processes, whatever their clips
         classifier = self._classifier
         if classifier is None and any(transcripts):
             classifier = head.classifier(table, dtype)

@@ -118,6 +118,8 @@ def test_fresh_parts_begin_as_pytorch_has_them(lm, tmp_path, projector):
     if projector == "transformer":  # features are as large as the known tokens, less what the mean of the streams does to these
         rms, scale = model.decoder.text_embedding.weight[:256].square().mean().sqrt(), other.projector.project.scale
         scale.data.fill_(rms / model.config.layout.n_audio)
+        (space,) = load_folder(tmp_path / "out").tokenizer.encode(" ")
+        assert torch.equal(model.alignment_head.silence, model.decoder.text_embedding.weight[space])
     for part in ("encoder", "projector"):
         usual = getattr(other, part).state_dict()
         for name, tensor in getattr(model, part).state_dict().items():

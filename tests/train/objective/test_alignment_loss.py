@@ -87,7 +87,7 @@ def test_features_read_as_tokens_are_torch_ctc_and_the_decoder_rests(chunk, monk
     losses.total.backward()
     found = gradients(model)
     model.zero_grad()
-    features = model.encode(batch.inputs, batch.input_lengths, batch.frames)
+    features = model.projector(model.encoder.run(batch.inputs, batch.input_lengths, batch.frames), batch.frames)
     wanted = tokens_ctc(model, features, [-(-n // 2) for n in batch.frames], batch.transcripts)
     (wanted / 16).backward()
     torch.testing.assert_close(losses.ctc_sum, wanted.detach(), rtol=1e-5, atol=1e-5)
@@ -178,3 +178,22 @@ def test_alignments_spell_by_sounds_as_well():
     assert split("...") == ([], []) and both.ids("don't") == both.ids("don\u2019t")
     every = {i for text in ("church judge toy cow bath the vision hello", "young king ago") for i in split(text)[1]}
     assert min(every) > 0 and max(every) < both.sound_size  # 0 is the blank
+
+
+@pytest.mark.parametrize("likeliest", [4, 32])
+def test_the_decoder_takes_the_embeddings_that_the_head_reads(likeliest, monkeypatch):
+    """Of all tokens it is the mean of embeddings by the softmax that CTC trains; of some, by theirs alone."""
+    torch.manual_seed(0)
+    model = SpeechModel(HEARING)
+    head, table = model.alignment_head, model.decoder.text_embedding.weight
+    torch.nn.init.normal_(head.silence)
+    monkeypatch.setattr(type(head), "LIKELIEST", min(likeliest, len(table)))
+    features = torch.randn(5, table.shape[1], requires_grad=True)
+    logits = F.normalize(features, dim=-1) @ F.normalize(table, dim=-1).T * table.shape[1] ** 0.5
+    cut = logits.topk(head.LIKELIEST).values[:, -1:]
+    logits = torch.cat([head(features)[1][:, None], logits.masked_fill(logits < cut, float("-inf"))], 1)
+    wanted = logits.softmax(-1) @ torch.cat([head.silence[None], table]).detach()
+    taken = model.read(features)
+    torch.testing.assert_close(taken, wanted)
+    (found,) = torch.autograd.grad(taken.square().sum(), features, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), features)[0])
