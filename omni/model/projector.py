@@ -95,6 +95,13 @@ class TokenHead(nn.Module):
         p = torch.cat([blank[:, None], logits], 1).softmax(1)[..., None]
         return (p[:, 0] * self.silence + (p[:, 1:] * tokens).sum(1)).to(features.dtype)
 
+    def best_path(self, features: Tensor, embedding: Tensor) -> list[int]:
+        """Ids of the likeliest tokens of a clip's features [N, W], one after another, without blanks and repetitions."""
+        x, blank = self(features)
+        best = (x @ self.classifier(embedding, x.dtype).T).max(1)
+        ids = torch.where(best.values > blank, best.indices, -1).unique_consecutive().tolist()
+        return [i for i in ids if i >= 0]
+
 
 class Projector(nn.Module):
     """Stacks the frames of a clip and projects them to the decoder's width, gated by task in the multi-task kinds.

@@ -29,6 +29,7 @@ from omni.errors import UserError
 from omni.generate.question import SAMPLE_RATE, read_question, read_system
 from omni.generate.results import Answer, Ended, Timings
 from omni.generate.speech_lm import SpeechLM
+from omni.model.projector import TokenHead
 from omni.tasks import Task, prompt
 from train.console.progress import Progress
 from train.data.rows.row import Row
@@ -76,8 +77,9 @@ def answer_all(
 
     def score(asked: list[EvalQuestion]) -> list[dict[str, Any]]:
         answers = ask(lm, asked, config, sound=asr is not None or any(measure.sound for measure in MEASURES.values()))
-        heard = recognise(asr, asked, answers, lm.codec)
-        return [judge(q, answer, task, config, *texts) for q, answer, texts in zip(asked, answers, heard, strict=True)]
+        heard, read = recognise(asr, asked, answers, lm.codec), read_questions(lm, asked)
+        together = zip(asked, answers, heard, read, strict=True)
+        return [judge(q, answer, task, config, *texts, written) for q, answer, texts, written in together]
 
     record_all(file, questions, config, progress, partial(make_question, lm, task), score)
 
@@ -109,11 +111,31 @@ def recognise(
     return [(text, None if c is None else r) for text, r, c in zip(heard, right, codes, strict=True)]
 
 
+@torch.no_grad()
+def read_questions(lm: SpeechLM, asked: Sequence[EvalQuestion]) -> list[str | None]:
+    """What an alignment head `tokens` reads of each spoken question whose text is known, its likeliest path."""
+    model, texts = lm.model, []
+    for item in (query.item for query in asked):
+        text = None
+        if isinstance(model.alignment_head, TokenHead) and not isinstance(item.question, str) and item.question_text:
+            frames, counts = model.encoder.encode([item.question])
+            features = model.projector(frames, counts, [item.task])
+            text = lm.tokenizer.decode(model.alignment_head.best_path(features, model.decoder.text_table))
+        texts.append(text)
+    return texts
+
+
 def judge(
-    query: EvalQuestion, answer: Answer, task: Task, config: EvalConfig, heard: str | None = None, right: str | None = None
+    query: EvalQuestion,
+    answer: Answer,
+    task: Task,
+    config: EvalConfig,
+    heard: str | None = None,
+    right: str | None = None,
+    read: str | None = None,
 ) -> dict[str, Any]:
     """Scores an answer; returns its record, without `index` and `where`. `heard`: what the ASR recognises of it; `right`: of
-    the reference's codes."""
+    the reference's codes; `read`: what the alignment head reads of the question."""
     row, item, normaliser = query.row, query.item, find_normaliser(config.normaliser, query.row.language)
     scores = scores_of(item if task.text else replace(item, text=None), answer, normaliser, row.language)
     reference = None if item.text is None else normaliser(item.text)
@@ -127,6 +149,8 @@ def judge(
             scores["ear_wer"] = errors(reference, right)
     if heard is not None and task.text:
         scores["speech_text_wer"] = errors(normaliser(answer.text), heard)
+    if read is not None:
+        scores["alignment_wer"] = errors(normaliser(item.question_text), read)
     record: dict[str, Any] = {
         "id": row.id,
         "source": row.source,
@@ -136,6 +160,7 @@ def judge(
         "reference": item.text,
         "response": answer.text,
         "heard": heard,
+        "read": read,
         "ended": answer.ended,
         "seconds": 0.0 if isinstance(item.question, str) else round(len(item.question) / SAMPLE_RATE, 3),
         "scores": scores | metric_scores(item, answer, row),

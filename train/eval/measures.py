@@ -84,6 +84,9 @@ for _name, _measure in {
     "ear_wer": Measure(
         "the ASR's own errors", "lower", "the same of the reference's codes, decoded: what the ASR gets wrong by itself"
     ),
+    "alignment_wer": Measure(
+        "the alignment head's reading", "lower", "word (or character) errors of what the head `tokens` reads of the question"
+    ),
     "first_text": Measure(
         "first text", "lower", "from the question to the first text, median of the streamed ones", "median", "ms"
     ),

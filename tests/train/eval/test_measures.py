@@ -183,7 +183,7 @@ def test_an_answer_is_judged() -> None:
     codes = torch.tensor([[1, 2, 3], [4, 5, 6]])
     got = answer("Two, three.", torch.tensor([[1, 9], [4, 5]]), torch.ones(50), ended="length")
     plain = EvalConfig(normaliser="basic")
-    record = judge(asked("A1A2", "one two three", codes), got, TASKS["A1A2"], plain, "to three", "one two")
+    record = judge(asked("A1A2", "one two three", codes), got, TASKS["A1A2"], plain, "to three", "one two", "What? Not.")
     assert record["scores"] == {
         "ended": (0, 1),
         "wer": (1, 3),
@@ -192,6 +192,7 @@ def test_an_answer_is_judged() -> None:
         "speech_wer": (jiwer.process_words("one two three", "to three").wer * 3, 3),
         "ear_wer": (1, 3),
         "speech_text_wer": (1, 2),
+        "alignment_wer": (1, 1),
     }
     assert (record["heard"], record["seconds"]) == ("to three", 0.5)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from tests.train.data.toys import TOKENIZER
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
 from train.data.batching.batch import Batch
 from train.data.batching.examples import Alignment
+from train.data.rows.row import Row, RowTurn
+from train.eval.answers import EvalQuestion, read_questions
+from train.eval.held_out import Item
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 
@@ -197,3 +202,20 @@ def test_the_decoder_takes_the_embeddings_that_the_head_reads(likeliest, monkeyp
     torch.testing.assert_close(taken, wanted)
     (found,) = torch.autograd.grad(taken.square().sum(), features, retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), features)[0])
+
+
+def test_a_question_is_read_along_its_likeliest_path():
+    torch.manual_seed(1)
+    model, sound = SpeechModel(HEARING).eval(), torch.randn(8000)
+    frames, counts = model.encoder.encode([sound])
+    with torch.no_grad():
+        x = F.normalize(model.projector(frames, counts), dim=-1) * model.config.decoder.width**0.5
+        rows = F.normalize(model.decoder.text_embedding.weight, dim=-1)
+        tokens, blank = x @ rows.T, model.alignment_head.blank
+        blank.bias += (tokens.amax(1) - blank(x)[:, 0]).median()  # half of them are blank
+        best = torch.cat([blank(x), tokens], 1).argmax(1).tolist()
+    wanted = [i - 1 for i, _ in groupby(best) if i]
+    assert 0 in best and wanted
+    lm, row = SimpleNamespace(model=model, tokenizer=SimpleNamespace(decode=list)), Row((RowTurn("what?"),))
+    items = [Item("A1T1", sound, "what?", None, None), Item("T1T2", "what?", "what?", None, None)]
+    assert read_questions(lm, [EvalQuestion(0, row, item) for item in items]) == [wanted, None]
