@@ -33,7 +33,7 @@ from train.trainer.parts import Figures, Observer, Outcome
 METRICS, VALIDATION, BALANCE, UNUSED = "metrics.csv", "validation.csv", "balance.csv", "unused.csv"
 KINDS = ("weight", "norm", "cosine", "absent", "zero")
 """Kinds of the balance's figures; the names of tasks follow: `weight/A1T1`."""
-SHOWN_LOSSES = ("loss/text", "loss/audio", "loss/distill")
+SHOWN_LOSSES = ("loss/text", "loss/audio", "loss/alignment", "loss/shuffled", "loss/distill")
 """Parts of a held-out loss that the screen shows."""
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from omni.config import ProjectorConfig
 from omni.errors import UserError
+from omni.model.projector import TokenHead
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import TOKENIZER
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
@@ -185,17 +186,17 @@ def test_alignments_spell_by_sounds_as_well():
     assert min(every) > 0 and max(every) < both.sound_size  # 0 is the blank
 
 
-@pytest.mark.parametrize("likeliest", [4, 32])
+@pytest.mark.parametrize("likeliest", [4, 28])
 def test_the_decoder_takes_the_embeddings_that_the_head_reads(likeliest, monkeypatch):
-    """Of all tokens it is the mean of embeddings by the softmax that CTC trains; of some, by theirs alone."""
+    """Of all tokens, the mean of embeddings by the softmax that CTC trains; of some, by theirs alone."""
     torch.manual_seed(0)
     model = SpeechModel(HEARING)
-    head, table = model.alignment_head, model.decoder.text_embedding.weight
+    head, table = model.alignment_head, model.decoder.text_embedding.weight.detach()
     torch.nn.init.normal_(head.silence)
-    monkeypatch.setattr(type(head), "LIKELIEST", min(likeliest, len(table)))
+    monkeypatch.setattr(TokenHead, "LIKELIEST", likeliest)
     features = torch.randn(5, table.shape[1], requires_grad=True)
     logits = F.normalize(features, dim=-1) @ F.normalize(table, dim=-1).T * table.shape[1] ** 0.5
-    cut = logits.topk(head.LIKELIEST).values[:, -1:]
+    cut = logits.topk(likeliest).values[:, -1:]
     logits = torch.cat([head(features)[1][:, None], logits.masked_fill(logits < cut, float("-inf"))], 1)
     wanted = logits.softmax(-1) @ torch.cat([head.silence[None], table]).detach()
     taken = model.read(features)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# From a language model and a Whisper to a model that hears whoever speaks: the commands of docs/real.md, one after another, in a folder
+# with sentences.csv and questions.csv (a column question_text). What is there already is kept; a GPU is used where there is one.
+#
+#   bash recipe.sh parts/smollm parts/whisper               three hours of two cores
+#   MINUTES=4 bash recipe.sh parts/smollm parts/whisper     ten minutes of a GPU, once the sounds are made
+set -euo pipefail
+lm=${1:?usage: bash recipe.sh LANGUAGE_MODEL WHISPER}   # such as Qwen2.5-0.5B-Instruct
+whisper=${2:?usage: bash recipe.sh LANGUAGE_MODEL WHISPER} # such as whisper-small
+minutes=${MINUTES:-60} held_out=${HELD_OUT:-200} device=${DEVICE:-cpu}
+configs=$(cd "$(dirname "$0")" && pwd)
+voices='{espeak:en-us+f1: 1, espeak:en-us+f2: 1, espeak:en-us+f3: 1, espeak:en-gb+f4: 1, espeak:en-us+m1: 1, espeak:en-us+m2: 1,
+  espeak:en-gb+m3: 1, espeak:en-gb-scotland+m4: 1, espeak:en-us+m5: 1, espeak:en-us+m6: 1, flite:slt: 1, flite:awb: 1, flite:kal16: 1}'
+others='{espeak:en-us+f5: 2, espeak:en-gb+m7: 2, espeak:en-us+m8: 2, flite:rms: 3}'
+augment='{speed: [0.88, 1.14], noise_snr_db: [5, 30], noise_probability: 0.2, echo_probability: 0.2, band_probability: 0.15}'
+
+if [ ! -e models/smol ]; then
+    omni-train convert "$lm" models/smol --encoder "$whisper" --encoder_window 6 --codec codec2 --projector transformer \
+        --projector_hidden 768 --projector_stack 4
+fi
+speak() { # TEXTS OUT VOICES [OPTIONS]: the texts as sounds, with what the encoder hears of them
+    [ -e "$2" ] || omni-train data prepare "$1" "$2" --speak question --voice "$3" --frames models/smol --device "$device" \
+        --speaking.rate '[115,215]' --speaking.pitch '[20,80]' --speaking.silence '[0.05,0.5]' "${@:4}"
+}
+for name in sentences questions; do
+    head -n $((held_out + 1)) $name.csv > $name-held-out.csv
+    sed "2,$((held_out + 1))d" $name.csv > $name-train.csv
+done
+speak sentences-train.csv data/hearing "$voices" --augment "$augment"
+speak sentences-held-out.csv data/hearing-held-out "$others"
+omni-train fit "$configs/hearing.yaml" --budget.minutes "$minutes"
+
+speak questions-train.csv data/questions "$voices" --augment "$augment"
+speak questions-held-out.csv data/questions-held-out "$others"
+for name in '' -held-out; do
+    [ -e "data/answered$name" ] || omni-train data answers models/smol "data/questions$name" "data/answered$name" \
+        --device "$device" --dtype bfloat16 --rows 64
+done
+omni-train fit "$configs/answering.yaml" --budget.minutes "$minutes"
+omni-train eval runs/smol-answering/model data/hearing-held-out --out reports/hearing --task A1T1
+omni-train eval runs/smol-answering/model data/answered-held-out --out reports/answering --task A1T2 --text true
