@@ -115,7 +115,9 @@ class Listener:
     # --- what comes ---------------------------------------------------------------------------------------------------
 
     def put(self, event: Event | CodedSound, notify: bool = True) -> None:
-        """Take an event; of an answer that was stopped only the end that this brought: others were on their way."""
+        """Take an event; of an answer that was stopped only the end that this brought: others were on their way. Who reads it
+        whole is woken by its end alone: of many side by side, each would take the interpreter from the engine at every step."""
+        notify = notify and (self.pace != "whole" or self.stop_when is not None)
         with self.changed:
             if not isinstance(event, Ended):
                 if not self.cancelled:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from omni.checkpoint.folder import save_folder
+from omni.engine.listener import Listener
 from omni.errors import UserError
 from omni.generate.answer_stream import AnswerStream
 from omni.generate.results import AudioChunk, Ended, Event, TextDelta
@@ -361,3 +362,13 @@ def test_iterators_that_are_still_held_at_the_interpreter_s_exit_are_silent(tmp_
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("options, once", [({}, True), ({"stop": lambda text: False}, False)])
+def test_who_reads_an_answer_whole_is_woken_by_its_end_alone(lm: SpeechLM, monkeypatch: Any, options: Any, once: bool) -> None:
+    woken, notify = [], Listener.notify
+    monkeypatch.setattr(Listener, "notify", lambda self: (woken.append(self.ended), notify(self)))
+    with lm.session(pace="whole", max_tokens=20, **options) as session:
+        answer = session.ask("hello", "T1T2").answer()
+    assert answer.text == lm.generate("hello", "T1T2", max_tokens=20).text
+    assert woken and all(woken) == once
