@@ -82,13 +82,13 @@ class TokenHead(nn.Module):
         """The normalised rows [V, W] of the text embedding, which the head does not train."""
         return F.normalize(embedding.detach(), dim=-1).to(dtype)
 
-    def read(self, features: Tensor, embedding: Tensor) -> Tensor:
+    def read(self, features: Tensor, embedding: Tensor, classifier: Tensor | None = None) -> Tensor:
         """What the decoder takes in place of features [N, W]: the mean of the likeliest tokens' embeddings and of the blank's,
-        `silence`, by likelihood (LegoSLM, arXiv 2505.11352, has that of all tokens)."""
+        `silence`, by likelihood (LegoSLM, arXiv 2505.11352, has that of all tokens). `classifier`: where it is made already."""
         x, blank = self(features)
         embedding = embedding.detach()
         with torch.no_grad():
-            table = self.classifier(embedding, multiplied_in(features))
+            table = self.classifier(embedding, multiplied_in(features)) if classifier is None else classifier
             likeliest = torch.cat([(part.to(table) @ table.T).topk(self.LIKELIEST).indices for part in x.split(1024)])
         tokens = embedding[likeliest].float()
         logits = (F.normalize(tokens, dim=-1) @ x[:, :, None])[..., 0]

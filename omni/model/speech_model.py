@@ -97,11 +97,11 @@ class SpeechModel(nn.Module):
         `Projector.forward`."""
         return self.read(self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task))
 
-    def read(self, features: Tensor) -> Tensor:
-        """What the decoder takes of the projector's features [N, W]: what the head `tokens` reads, else the features."""
+    def read(self, features: Tensor, classifier: Tensor | None = None) -> Tensor:
+        """What the decoder takes of the projector's features [N, W]: what the head `tokens` reads (see there), else these."""
         if not isinstance(self.alignment_head, TokenHead):
             return features
-        return self.alignment_head.read(features, self.decoder.text_table) / self.config.feature_factor
+        return self.alignment_head.read(features, self.decoder.text_table, classifier) / self.config.feature_factor
 
     def forward(
         self,
