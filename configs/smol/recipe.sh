@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# From a language model and a Whisper to a model that hears whoever speaks: the commands of docs/real.md, one after another, in a folder
-# with sentences.csv and questions.csv (a column question_text). What is there already is kept; a GPU is used where there is one.
+# From a language model and a Whisper to a model that hears whoever speaks, as docs/real.md tells it, in a folder with sentences.csv and
+# questions.csv (a column question_text). Data that are there already are kept; a GPU is used where there is one.
 #
 #   bash recipe.sh parts/smollm parts/whisper               three hours of two cores
 #   MINUTES=4 bash recipe.sh parts/smollm parts/whisper     ten minutes of a GPU, once the sounds are made
 set -euo pipefail
 lm=${1:?usage: bash recipe.sh LANGUAGE_MODEL WHISPER}   # such as Qwen2.5-0.5B-Instruct
 whisper=${2:?usage: bash recipe.sh LANGUAGE_MODEL WHISPER} # such as whisper-small
-minutes=${MINUTES:-60} held_out=${HELD_OUT:-200} device=${DEVICE:-cpu}
+minutes=${MINUTES:-60} held_out=${HELD_OUT:-200} device=$(python -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')")
 configs=$(cd "$(dirname "$0")" && pwd)
 voices='{espeak:en-us+f1: 1, espeak:en-us+f2: 1, espeak:en-us+f3: 1, espeak:en-gb+f4: 1, espeak:en-us+m1: 1, espeak:en-us+m2: 1,
   espeak:en-gb+m3: 1, espeak:en-gb-scotland+m4: 1, espeak:en-us+m5: 1, espeak:en-us+m6: 1, flite:slt: 1, flite:awb: 1, flite:kal16: 1}'
