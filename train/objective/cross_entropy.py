@@ -6,6 +6,7 @@ Dimensions: R rows, T columns, K streams, A audio streams, W width, V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -198,11 +199,29 @@ class _LogSumExp(torch.autograd.Function):
         return grad[:, None] * means, None, None
 
 
+SAMPLED = 4096
+"""Ids that a training step reads of a larger vocabulary, of its first ones and of the others each."""
+
+
+def _log_sum(x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """logsumexp(x @ weight.T) [N]. A training step over a large vocabulary estimates it: `labels` and the first ids, which byte
+    pair encoding gives to what is frequent, count as they are, and a sample of the others for all of these."""
+    if not torch.is_grad_enabled() or len(weight) <= 3 * SAMPLED:
+        return _LogSumExp.apply(x, weight, chunk)
+    read = torch.arange(len(weight), device=weight.device) < SAMPLED
+    read[labels] = True
+    others = (~read).nonzero()[:, 0]
+    drawn = others[torch.randperm(len(others), device=weight.device)[:SAMPLED]]
+    log_share = math.log(len(drawn) / len(others))
+    return torch.logaddexp(_LogSumExp.apply(x, weight[read], chunk), _LogSumExp.apply(x, weight[drawn], chunk) - log_share)
+
+
 def token_ctc(
     x: Tensor, blank: Tensor, weight: Tensor, frames: Sequence[int], transcripts: Sequence[Sequence[int]], chunk: int
 ) -> Tensor:
     """`F.ctc_loss` (reduction sum, zero_infinity) of the log-softmax over blank [N] and x @ weight.T [N, V], which never exists
     whole: clips of `frames` one after another, in fp32 but for products in the type of `weight` [V, W], which gets no gradient.
+    In training, a large vocabulary is sampled.
 
     Of the vocabulary, the loss reads the labels of the batch alone. torch's gradient, as if they were a whole log-softmax, is
     exp(p) too large; less that (`extra`), autograd takes it through the sum over all ids.
@@ -214,8 +233,9 @@ def token_ctc(
     x, blank = (torch.cat([clips[i] for i in spelt]) for clips in (x.split(list(frames)), blank.split(list(frames))))
     labels, index = torch.tensor([i - 1 for n in spelt for i in transcripts[n]]).unique(return_inverse=True)
     with torch.autocast(x.device.type, enabled=False):
-        own = (x.to(weight.dtype) @ weight[to_device(labels, x.device)].T).float()
-        norm = torch.logaddexp(_LogSumExp.apply(x, weight, chunk), blank)
+        labels = to_device(labels, x.device)
+        own = (x.to(weight.dtype) @ weight[labels].T).float()
+        norm = torch.logaddexp(_log_sum(x, weight, labels, chunk), blank)
     p = torch.cat([blank[:, None], own], 1) - norm[:, None]
     loss = ctc_loss(p, [frames[i] for i in spelt], index + 1, [len(transcripts[i]) for i in spelt])
     extra = p.exp().sum()

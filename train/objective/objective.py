@@ -153,9 +153,11 @@ class Objective(nn.Module):
         return self._beyond_hearing()
 
     def _beyond_hearing(self) -> list[nn.Parameter]:
-        """Parameters that no loss of what hears trains: the decoder's, and the projector's where no head reads its features."""
-        projector = () if isinstance(self.model.alignment_head, TokenHead) else self.model.projector.parameters()
-        return [*self.model.decoder.parameters(), *projector]
+        """Parameters that no loss of what hears trains: the decoder's, the silence that it takes for a blank, and the
+        projector's where no head reads its features."""
+        head = self.model.alignment_head
+        unread = [head.silence] if isinstance(head, TokenHead) else self.model.projector.parameters()
+        return [*self.model.decoder.parameters(), *unread]
 
     def encoder_alone(self, progress: float) -> bool:
         """True where only what hears is run at this point of the budget."""

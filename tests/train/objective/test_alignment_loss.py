@@ -21,6 +21,7 @@ from train.data.batching.examples import Alignment
 from train.data.rows.row import Row, RowTurn
 from train.eval.answers import EvalQuestion, read_questions
 from train.eval.held_out import Item
+from train.objective import cross_entropy
 from train.objective.config import ObjectiveConfig
 from train.objective.objective import Objective, targets
 
@@ -91,6 +92,7 @@ def test_features_read_as_tokens_are_torch_ctc_and_the_decoder_rests(chunk, monk
     objective = Objective(model, config)
     losses = objective(batch, targets(batch), 0.0)
     losses.total.backward()
+    assert all(p.grad is not None for p in model.parameters())  # as DDP wants
     found = gradients(model)
     model.zero_grad()
     features = model.projector(model.encoder.run(batch.inputs, batch.input_lengths, batch.frames), batch.frames)
@@ -100,10 +102,25 @@ def test_features_read_as_tokens_are_torch_ctc_and_the_decoder_rests(chunk, monk
     for name, value in gradients(model).items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
     idle = {id(p) for p in objective.idle(0.0)}
-    assert idle == {id(p) for p in model.decoder.parameters()} and not objective.idle(0.5)
+    unread = [*model.decoder.parameters(), model.alignment_head.silence]
+    assert idle == {id(p) for p in unread} and not objective.idle(0.5)
     model.decoder.text_embedding.requires_grad_(False)  # its classifier is made once
     again = [objective(batch, targets(batch), 0.0).ctc_sum for _ in range(2)]
     torch.testing.assert_close(again, [losses.ctc_sum] * 2)
+
+
+def test_the_sum_over_a_large_vocabulary_is_estimated_in_training_alone(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "SAMPLED", 6)
+    torch.manual_seed(0)
+    x, weight, labels = torch.randn(5, 8, requires_grad=True), torch.randn(40, 8), torch.tensor([3, 39])
+    weight[39] = 3 * x[0].detach()  # so that it is nearly all of the first sum
+    total = lambda: cross_entropy._log_sum(x, weight, labels, 64).exp()  # noqa: E731
+    with torch.no_grad():
+        torch.testing.assert_close(total(), (x @ weight.T).exp().sum(1))
+    drawn = torch.stack([total() for _ in range(4000)])
+    torch.testing.assert_close(drawn[:, 0], (x @ weight.T)[0].exp().sum().expand(4000), rtol=1e-4, atol=0)
+    assert (drawn[:, 1:].std(0) > 0.1 * drawn[:, 1:].mean(0)).all()
+    torch.testing.assert_close(drawn.mean(0), (x @ weight.T).exp().sum(1), rtol=0.06, atol=0)
 
 
 def test_a_feature_is_read_like_the_token_whose_embedding_it_is():
@@ -166,7 +183,10 @@ def test_alignments_spell():
     words = Alignment("words", ["one", "plus", "two"])
     assert words.size == 4 and words.ids("One plus two?") == [1, 2, 3] and words.ids("one plus three") == []
     tokens = Alignment("tokens", tokenizer=TOKENIZER)
-    assert tokens.size == "tokens" and tokens.ids("ab") == [i + 1 for i in TOKENIZER.encode("ab")]
+    assert tokens.size == "tokens" and tokens.ids("\u201cAb,\u201d he said - don\u2019t!") == [
+        i + 1 for i in TOKENIZER.encode(" ab he said don't")
+    ]
+    assert tokens.ids("नमस्ते।") == [i + 1 for i in TOKENIZER.encode(" नमस्ते")] and tokens.ids("?!") == []
     none = Alignment("none")
     assert none.size == 0 and none.ids("one") == []
     with pytest.raises(UserError, match="needs the words"):
