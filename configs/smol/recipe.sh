@@ -26,9 +26,22 @@ for name in sentences questions; do
     head -n $((held_out + 1)) $name.csv > $name-held-out.csv
     sed "2,$((held_out + 1))d" $name.csv > $name-train.csv
 done
+# Lists of the words that are tokens of their own: what sentences seldom say is left out else.
+[ -e words.csv ] || python - models/smol/tokenizer.json > words.csv <<'END'
+import random, sys
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+tokens = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
+words = 5 * [token[1:] for token in tokens if token[:1] == " " and token[1:].islower() and token[1:].isalpha() and len(token) > 3]
+random.Random(0).shuffle(words)
+print("question_text", *(" ".join(words[i : i + 5]) for i in range(0, len(words), 5)), sep="\n")
+END
+
 speak sentences-train.csv data/hearing "$voices" --augment "$augment"
+speak words.csv data/words "$voices" --augment "$augment"
 speak sentences-held-out.csv data/hearing-held-out "$others"
-omni-train fit "$configs/hearing.yaml" --budget.minutes "$minutes"
+processes=$([ $device = cpu ] && echo 2 || echo 1)
+omni-train fit "$configs/hearing.yaml" --budget.minutes "$minutes" --fabric.devices $processes
 
 speak questions-train.csv data/questions "$voices" --augment "$augment"
 speak questions-held-out.csv data/questions-held-out "$others"
