@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 import re
-import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from train.data.config import AlignmentKind, AugmentConfig
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import seeded_generator, seeded_rng
 from train.data.tts.espeak import check_voice, phonemes
+from train.scoring.text import normalise
 
 _LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
 
@@ -48,7 +48,7 @@ class Alignment:
 
     Args:
         spelling: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
-            stream's own, of the words in small letters, without punctuation, which cannot be heard.
+            stream's own, of the words without what cannot be heard (`train.scoring.text.normalise`).
         words: the vocabulary of `words`; a text with another word has no transcript.
         sounds: spell by the phonemes of English as well, each word as espeak-ng reads it alone. Their ids follow the others',
             in the same list: the objective distinguishes them by their values, which start at `size`.
@@ -79,8 +79,7 @@ class Alignment:
         heard = (" ".join(phonemes(word)) for word in re.findall(r"[\w']+", plain) if self.sound_size)
         sounds = [self.first + _SOUNDS[sound] for said in heard for sound in _SOUND.findall(said)]
         if self.spelling == "tokens" and self.tokenizer is not None:
-            signs = (" " if unicodedata.category(sign)[0] == "P" and sign != "'" else sign for sign in plain.lower())
-            said = "".join(f" {word}" for word in "".join(signs).split() if word != "'")
+            said = "".join(f" {word}" for word in normalise(text).split())
             return [*(i + 1 for i in self.tokenizer.encode(said)), *sounds]
         if self.spelling == "words":
             word_ids = [self._ids.get(word, 0) for word in re.findall(r"[\w']+", plain.lower())]
