@@ -35,7 +35,8 @@ class ObjectiveConfig:
 
     Attributes:
         stream_weights: weight of each stream's mean loss, in the layout's order; None for 1 each.
-        ctc_weight: weight of the alignment loss on the encoder, or, of tokens, on the projector; needs `model.ctc`.
+        ctc_weight: weight of the alignment loss on the encoder, or, of tokens, on the projector; needs `model.ctc`. Over
+            more than 12,288 tokens, steps estimate it by a sample of them; validation does not.
         ctc_final: its weight at the end of the budget, reached linearly; None for the same all along.
         ctc_words: what a word or letter counts beside a sound, where questions are spelt by both (`data.sounds`).
         turn_weight: weight of the loss of the turn head on the encoder; needs `model.turn`.

@@ -204,16 +204,17 @@ SAMPLED = 4096
 
 
 def _log_sum(x: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-    """logsumexp(x @ weight.T) [N]. A training step over a large vocabulary estimates it: `labels` and the first ids, which byte
-    pair encoding gives to what is frequent, count as they are, and a sample of the others for all of these."""
+    """logsumexp(x @ weight.T) [N]. A training step over a large vocabulary estimates it: `labels` (on the CPU) and the first
+    ids, which byte pair encoding gives to what is frequent, count as they are, and a sample of the others for all of these."""
     if not torch.is_grad_enabled() or len(weight) <= 3 * SAMPLED:
         return _LogSumExp.apply(x, weight, chunk)
-    read = torch.arange(len(weight), device=weight.device) < SAMPLED
+    read = torch.arange(len(weight)) < SAMPLED
     read[labels] = True
     others = (~read).nonzero()[:, 0]
-    drawn = others[torch.randperm(len(others), device=weight.device)[:SAMPLED]]
-    log_share = math.log(len(drawn) / len(others))
-    return torch.logaddexp(_LogSumExp.apply(x, weight[read], chunk), _LogSumExp.apply(x, weight[drawn], chunk) - log_share)
+    drawn = others[torch.randperm(len(others))[:SAMPLED]]
+    own, rest = (weight[to_device(ids, weight.device)] for ids in (read.nonzero()[:, 0], drawn))
+    share = len(drawn) / len(others)
+    return torch.logaddexp(_LogSumExp.apply(x, own, chunk), _LogSumExp.apply(x, rest, chunk) - math.log(share))
 
 
 def token_ctc(
@@ -233,8 +234,7 @@ def token_ctc(
     x, blank = (torch.cat([clips[i] for i in spelt]) for clips in (x.split(list(frames)), blank.split(list(frames))))
     labels, index = torch.tensor([i - 1 for n in spelt for i in transcripts[n]]).unique(return_inverse=True)
     with torch.autocast(x.device.type, enabled=False):
-        labels = to_device(labels, x.device)
-        own = (x.to(weight.dtype) @ weight[labels].T).float()
+        own = (x.to(weight.dtype) @ weight[to_device(labels, x.device)].T).float()
         norm = torch.logaddexp(_log_sum(x, weight, labels, chunk), blank)
     p = torch.cat([blank[:, None], own], 1) - norm[:, None]
     loss = ctc_loss(p, [frames[i] for i in spelt], index + 1, [len(transcripts[i]) for i in spelt])
