@@ -2,7 +2,7 @@
 # From a language model and a Whisper to a model that hears whoever speaks, as docs/real.md tells it, in a folder with sentences.csv and
 # questions.csv (a column question_text). Data that are there already are kept; a GPU is used where there is one.
 #
-#   bash recipe.sh parts/smollm parts/whisper               three hours of two cores
+#   bash recipe.sh parts/smollm parts/whisper               hours of two cores
 #   MINUTES=4 bash recipe.sh parts/smollm parts/whisper     ten minutes of a GPU, once the sounds are made
 set -euo pipefail
 lm=${1:?usage: bash recipe.sh LANGUAGE_MODEL WHISPER}   # such as Qwen2.5-0.5B-Instruct
@@ -26,8 +26,9 @@ for name in sentences questions; do
     head -n $((held_out + 1)) $name.csv > $name-held-out.csv
     sed "2,$((held_out + 1))d" $name.csv > $name-train.csv
 done
-# Lists of the words that are tokens of their own: what sentences seldom say is left out else.
-[ -e words.csv ] || python - models/smol/tokenizer.json > words.csv <<'END'
+# Lists of the words that are tokens of their own: what sentences seldom say is misheard else.
+if [ ! -e words.csv ]; then
+    python - models/smol/tokenizer.json > words.part <<'END'
 import random, sys
 from tokenizers import Tokenizer
 tokenizer = Tokenizer.from_file(sys.argv[1])
@@ -36,6 +37,8 @@ words = 5 * [token[1:] for token in tokens if token[:1] == " " and token[1:].isl
 random.Random(0).shuffle(words)
 print("question_text", *(" ".join(words[i : i + 5]) for i in range(0, len(words), 5)), sep="\n")
 END
+    mv words.part words.csv
+fi
 
 speak sentences-train.csv data/hearing "$voices" --augment "$augment"
 speak words.csv data/words "$voices" --augment "$augment"
