@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from infer.quantize import compare, log_probabilities
+from infer.quantize import Difference, compare, log_probabilities
 from omni.checkpoint.folder import load_folder
 from omni.cpu.int8 import is_int8
 from omni.generate.speech_lm import SpeechLM
@@ -45,15 +46,18 @@ def test_the_folder_answers_as_the_model_does_in_int8(run, model, tmp_path):
 def test_it_says_how_far_int8_is_from_the_original(run, model, tmp_path):
     """On the package's own text or the user's, and that it is not good where it is not; or nothing."""
     done = run("quantize", "model", "small")
-    assert re.search(r"4,096 tokens of the descriptions .* KL 0\.0\d+ nat, .* token 9.*, perplexity .0\.", done.text)
+    assert re.search(r"4,096 tokens of the descriptions .* KL 0\.0\d+ nat, .* token 9.*, perplexity \S+ .0\.", done.text)
+    assert re.search(r"; good .* a text it does not know", done.text)
     (tmp_path / "text.txt").write_text("What it does not know. " * 50)
     full, far = (SpeechLM.from_pretrained(model, kernels="reference") for _ in range(2))
-    assert compare(full, full, torch.arange(32)) == (32, pytest.approx(0, abs=1e-6), 1, 0)
+    assert compare(full, full, torch.arange(32)) == (32, pytest.approx(0, abs=1e-6), 1, 0, ANY)
     far.model.decoder.blocks[0].mlp.down.weight.data.normal_()
     logits = [log_probabilities(lm, torch.arange(32)) for lm in (full, far)]
     found, losses = compare(full, far, torch.arange(32)), [F.cross_entropy(x[:-1], torch.arange(1, 32)) for x in logits]
     assert found.kl == pytest.approx(float(F.kl_div(logits[1], logits[0].exp(), reduction="batchmean")), rel=1e-4)
     assert found.perplexity == pytest.approx(float((losses[1] - losses[0]).exp()) - 1, rel=1e-4) and "NOT good" in found.line()
+    assert found.before == pytest.approx(float(losses[0].exp()), rel=1e-4)
+    assert "; good" in Difference(9, 0, 1, 0.02, 1001).line() and "NOT good" in Difference(9, 0, 1, 0.02, 999).line()
     assert "1,150 tokens of text.txt" in run("quantize", "model", "own", "--text", "text.txt").text
     assert "float32" not in run("quantize", "model", "none", "--text", "none").text
     (tmp_path / "text.txt").write_text("short")

@@ -22,6 +22,7 @@ from omni.stores.cache import check_cache
 from omni.stores.drivers import join
 from omni.stores.tries import StoreError
 from omni.utils.configuration import configuration
+from omni.utils.hardware import multiplies_bf16
 from omni.utils.remote import shown
 from train.data.config import SoundAugmentConfig
 from train.data.readers import Broken, OpenedSource, ReaderOptions, data_path
@@ -70,8 +71,8 @@ class PrepareConfig:
         seed: of the choice of voices and changes, together with the row's id.
         codec: encode spoken answers by this audio codec (`codec2`, `snac`, ...); empty leaves codes and sound as they are.
         codec_folder: its weights.
-        frames: also keep what the encoder of this model folder makes of questions, in fp32 rounded to bfloat16: a run in which
-            it is frozen takes these frames, and decodes and encodes nothing.
+        frames: also keep what the encoder of this model folder makes of questions, in bfloat16 (computed in it where the device
+            multiplies it faster): a run in which it is frozen takes these frames, and decodes and encodes nothing.
         device: where codec and encoder compute.
         keep_answer_audio: store an answer's sound beside its codes.
         question_rate: samples per second that questions are stored with, as FLAC; 0 leaves files as they are (but WAV
@@ -423,14 +424,15 @@ def codec_of(config: PrepareConfig) -> AudioCodec | None:
 
 
 def encoder_of(config: PrepareConfig) -> Encoder | None:
-    """Load the encoder whose frames are kept, in fp32 on the CPU; None where none are. UserError: no model folder."""
+    """Load the encoder whose frames are kept, on the CPU; None where none are. UserError: no model folder."""
     if not config.frames:
         return None
     from omni.convert.omni_folder import read
     from omni.convert.parts import load_encoder
     from omni.stores.reading import local_path
 
-    return load_encoder(read(local_path(config.frames)))
+    encoder = load_encoder(read(local_path(config.frames)))
+    return encoder.bfloat16() if multiplies_bf16(config.device) else encoder
 
 
 def voice_of(config: PrepareConfig, side: str) -> Voice:
