@@ -96,12 +96,14 @@ class DecoderConfig:
 
 @configuration
 class TransformerSettings:
-    """Settings of the projector `transformer`: blocks of the decoder's width, heads and inner size of each, dropout."""
+    """Settings of the projector `transformer`: blocks of the decoder's width, heads and inner size of each, dropout, and how
+    many positions before and after its own one attends to (0: the whole clip)."""
 
     layers: Count = 2
     heads: Heads = 8
     mlp: Size = 1024
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    window: Annotated[int, Field(ge=0)] = 6
 
 
 @configuration

@@ -72,6 +72,17 @@ class Chunks(NamedTuple):
         return heard if self.history is None else heard & (index[None] >= start[:, None] - self.history)
 
 
+class Near(NamedTuple):
+    """Each frame hears those at most `size` before and after it."""
+
+    size: int
+
+    def heard(self, frames: int) -> Tensor:
+        """`[frames, frames]` bool, see `Chunks.heard`."""
+        index = torch.arange(frames)
+        return (index[None] - index[:, None]).abs() <= self.size
+
+
 @dataclass(frozen=True)
 class Packing:
     """Index tensors of one batch, on the encoder's device. Inside, clips are ordered from short to long."""
@@ -101,7 +112,7 @@ def pack(
     device: torch.device,
     bounds: bool = False,
     gap: int = 1,
-    chunks: Chunks | None = None,
+    chunks: Chunks | Near | None = None,
 ) -> Packing:
     """Builds the index tensors of a batch of N clips of `mel_lengths` feature frames (each at least 1), `mel_stride` apart.
 
@@ -137,7 +148,7 @@ def pack(
     )
 
 
-def _groups(tokens: list[int], ratio: float, chunks: Chunks | None, device: torch.device) -> list[AttentionGroup]:
+def _groups(tokens: list[int], ratio: float, chunks: Chunks | Near | None, device: torch.device) -> list[AttentionGroup]:
     """Cut ascending lengths into runs whose longest is at most `ratio` times their shortest."""
     groups = []
     start = 0

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omni.config import ProjectorConfig, TransformerSettings, from_dict
-from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, Packing, pack
+from omni.encoder.packing import EQUAL_LENGTHS, FEW_LAUNCHES, Near, Packing, pack
 from omni.encoder.whisper import EncoderBlock, attend
 from omni.errors import UserError
 from omni.model.attention import multiplied_in, takes_packed
@@ -39,7 +39,7 @@ class ClipTransformer(nn.Module):
 
     def __init__(self, inner: int, hidden: int, width: int, settings: TransformerSettings) -> None:
         super().__init__()
-        self.width, self.heads = width, settings.heads
+        self.width, self.heads, self.near = width, settings.heads, Near(settings.window) if settings.window else None
         self.norm, self.up, self.down = nn.LayerNorm(inner), nn.Linear(inner, hidden), nn.Linear(hidden, width)
         self.blocks = nn.ModuleList(ClipBlock(width, settings) for _ in range(settings.layers))
         self.scale = nn.Parameter(torch.ones(1))
@@ -48,9 +48,9 @@ class ClipTransformer(nn.Module):
         """Features [N, W] of stacked frames [N, C] of clips of `counts`; a clip does not depend on the others."""
         x = self.down(F.gelu(self.up(self.norm(stacked))))
         device, cpu = x.device, x.device.type == "cpu"
-        bounds = takes_packed(device, multiplied_in(x), self.width // self.heads)
+        bounds = self.near is None and takes_packed(device, multiplied_in(x), self.width // self.heads)
         ratio = EQUAL_LENGTHS if cpu else FEW_LAUNCHES
-        packing = pack([2 * n for n in counts], counts, 0, ratio=ratio, device=device, bounds=bounds)
+        packing = pack([2 * n for n in counts], counts, 0, ratio=ratio, device=device, bounds=bounds, chunks=self.near)
         x = x[packing.output.argsort()]
         for block in self.blocks:
             x = block(x, packing)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from omni.config import ProjectorConfig
 from omni.errors import UserError
-from omni.model.projector import TokenHead
+from omni.model.projector import Projector, TokenHead
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import TOKENIZER
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
@@ -149,7 +149,13 @@ def test_a_clip_hears_itself_alone():
     torch.testing.assert_close(projector(frames, counts), alone, rtol=1e-5, atol=1e-6)
     changed = frames.clone()
     changed[0] += 1
-    assert not torch.allclose(projector(changed, counts)[3], alone[3])  # and all of itself
+    assert not torch.allclose(projector(changed, counts)[3], alone[3])  # and all of itself within its window
+    whole = ProjectorConfig("transformer", hidden=40, stack=2, settings={**SETTINGS, "window": 0})
+    for config, reach in ((replace(HEARING.projector, settings={**SETTINGS, "window": 2}), 4), (whole, 20)):
+        projector, x = Projector(config, 16, 24).eval(), torch.randn(2 * 20, 16, requires_grad=True)
+        projector(x, [30, 10])[9, 0].backward()
+        felt = x.grad.abs().sum(1).view(20, 2).sum(1).nonzero().flatten()  # by two layers of the window
+        assert felt.tolist() == [i for i in range(15) if abs(i - 9) <= reach]
 
 
 @pytest.mark.parametrize(
