@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# From a language model and a Whisper to a model that hears whoever speaks, as docs/real.md tells it, in a folder with sentences.csv and
-# questions.csv (a column question_text). Data that are there already are kept; a GPU is used where there is one.
+# From a language model and a Whisper to a model that hears whoever speaks, as docs/real.md tells it, in an empty folder, or one with
+# one's own sentences.csv and questions.csv (a column question_text). Data that are there are kept; a GPU is used where there is one.
 #
 #   bash recipe.sh parts/smollm parts/whisper               hours of two cores
 #   MINUTES=4 bash recipe.sh parts/smollm parts/whisper     ten minutes of a GPU, once the sounds are made
 set -euo pipefail
 lm=${1:?usage: bash recipe.sh LANGUAGE_MODEL WHISPER}   # such as Qwen2.5-0.5B-Instruct
 whisper=${2:?usage: bash recipe.sh LANGUAGE_MODEL WHISPER} # such as whisper-small
-minutes=${MINUTES:-60} held_out=${HELD_OUT:-200} device=$(python -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')")
+minutes=${MINUTES:-60} sentences=${SENTENCES:-60000} held_out=${HELD_OUT:-200}
+device=$(python -c "import torch; print('cuda' if torch.cuda.is_available() else 'cpu')")
 configs=$(cd "$(dirname "$0")" && pwd)
 voices='{espeak:en-us+f1: 1, espeak:en-us+f2: 1, espeak:en-us+f3: 1, espeak:en-gb+f4: 1, espeak:en-us+m1: 1, espeak:en-us+m2: 1,
   espeak:en-gb+m3: 1, espeak:en-gb-scotland+m4: 1, espeak:en-us+m5: 1, espeak:en-us+m6: 1, flite:slt: 1, flite:awb: 1, flite:kal16: 1}'
@@ -22,32 +23,19 @@ speak() { # TEXTS OUT VOICES [OPTIONS]: the texts as sounds, with what the encod
     [ -e "$2" ] || omni-train data prepare "$1" "$2" --speak question --voice "$3" --frames models/smol --device "$device" \
         --speaking.rate '[115,215]' --speaking.pitch '[20,80]' --speaking.silence '[0.05,0.5]' "${@:4}"
 }
+[ -e sentences.csv ] || python "$configs/texts.py"
 for name in sentences questions; do
-    head -n $((held_out + 1)) $name.csv > $name-held-out.csv
-    sed "2,$((held_out + 1))d" $name.csv > $name-train.csv
+    awk "NR <= 1 + $held_out" $name.csv > $name-held-out.csv
+    awk "NR == 1 || NR > 1 + $held_out && NR <= 1 + $held_out + $sentences" $name.csv > $name-train.csv
 done
-# Lists of the words that are tokens of their own: what sentences seldom say is misheard else.
-if [ ! -e words.csv ]; then
-    python - models/smol/tokenizer.json > words.part <<'END'
-import random, sys
-from tokenizers import Tokenizer
-tokenizer = Tokenizer.from_file(sys.argv[1])
-tokens = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
-words = 5 * [token[1:] for token in tokens if token[:1] == " " and token[1:].islower() and token[1:].isalpha() and len(token) > 3]
-random.Random(0).shuffle(words)
-print("question_text", *(" ".join(words[i : i + 5]) for i in range(0, len(words), 5)), sep="\n")
-END
-    mv words.part words.csv
-fi
 
 speak sentences-train.csv data/hearing "$voices" --augment "$augment"
-speak words.csv data/words "$voices" --augment "$augment"
 speak sentences-held-out.csv data/hearing-held-out "$others"
+speak questions-train.csv data/questions "$voices" --augment "$augment"
+speak questions-held-out.csv data/questions-held-out "$others"
 processes=$([ $device = cpu ] && echo 2 || echo 1)
 omni-train fit "$configs/hearing.yaml" --budget.minutes "$minutes" --fabric.devices $processes
 
-speak questions-train.csv data/questions "$voices" --augment "$augment"
-speak questions-held-out.csv data/questions-held-out "$others"
 for name in '' -held-out; do
     [ -e "data/answered$name" ] || omni-train data answers models/smol "data/questions$name" "data/answered$name" \
         --device "$device" --dtype bfloat16 --rows 64
