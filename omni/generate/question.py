@@ -252,7 +252,8 @@ def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor 
     if not clips:
         return [None] * len(asked)
     frames, per_clip = model.encoder.encode(clips)
-    features = model.read(model.projector(frames, per_clip, [a.task.name for a in asked if a.clip is not None]))
+    names = [a.task.name for a in asked if a.clip is not None]
+    features = model.read(model.projector(frames, per_clip, names), per_clip)
     heard = iter(features.split([-(-n // model.config.projector.stack) for n in per_clip]))
     return [None if a.clip is None else next(heard) for a in asked]
 

@@ -82,18 +82,34 @@ class TokenHead(nn.Module):
         """The normalised rows [V, W] of the text embedding, which the head does not train."""
         return F.normalize(embedding.detach(), dim=-1).to(dtype)
 
-    def read(self, features: Tensor, embedding: Tensor, classifier: Tensor | None = None) -> Tensor:
-        """What the decoder takes in place of features [N, W]: the mean of the likeliest tokens' embeddings and of the blank's,
-        `silence`, by likelihood (LegoSLM, arXiv 2505.11352, has that of all tokens). `classifier`: where it is made already."""
+    def read(self, features: Tensor, counts: Sequence[int], embedding: Tensor, classifier: Tensor | None = None) -> Tensor:
+        """What the decoder takes in place of features [N, W] of clips of `counts`: at the end of each clip a vector for each
+        token heard, as `best_path` has them, and `silence` before them, so that words follow one another as in writing. A
+        token's vector is the mean of the likeliest tokens' embeddings and of the blank's, `silence`, by likelihood (LegoSLM,
+        arXiv 2505.11352, has that of all tokens), of all its positions. `classifier`: where it is made already."""
         x, blank = self(features)
         embedding = embedding.detach()
         with torch.no_grad():
             table = self.classifier(embedding, multiplied_in(features)) if classifier is None else classifier
             likeliest = torch.cat([(part.to(table) @ table.T).topk(self.LIKELIEST).indices for part in x.split(1024)])
         tokens = embedding[likeliest].float()
-        logits = (F.normalize(tokens, dim=-1) @ x[:, :, None])[..., 0]
-        p = torch.cat([blank[:, None], logits], 1).softmax(1)[..., None]
-        return (p[:, 0] * self.silence + (p[:, 1:] * tokens).sum(1)).to(features.dtype)
+        logits = torch.cat([blank[:, None], (F.normalize(tokens, dim=-1) @ x[:, :, None])[..., 0]], 1)
+        p = logits.softmax(1)[..., None]
+        read = p[:, 0] * self.silence + (p[:, 1:] * tokens).sum(1)
+        best = torch.cat([torch.full_like(likeliest[:, :1], -1), likeliest], 1).gather(1, logits.argmax(1, keepdim=True))[:, 0]
+        return self._together(read, best, counts).to(features.dtype)
+
+    def _together(self, read: Tensor, best: Tensor, counts: Sequence[int]) -> Tensor:
+        """One vector for each run of the same token of `best` [N] (-1: blank) in a clip, the mean of its `read` [N, W], behind
+        the clip's silence. The host waits for no device."""
+        clip = to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)), read.device)
+        first = torch.ones_like(best, dtype=torch.bool)
+        first[1:] = (best[1:] != best[:-1]) | (clip[1:] != clip[:-1])
+        run, spoken = first.cumsum(0) - 1, first & (best >= 0)
+        sums = torch.zeros_like(read).index_add(0, run, read)
+        sizes = torch.zeros_like(best).index_add(0, run, torch.ones_like(best))
+        means = torch.where(spoken[:, None], (sums / sizes.clamp_min(1)[:, None])[run], self.silence.float())
+        return means[(2 * clip + spoken).argsort(stable=True)]
 
     def best_path(self, features: Tensor, embedding: Tensor) -> list[int]:
         """Ids of the likeliest tokens of a clip's features [N, W], one after another, without blanks and repetitions."""

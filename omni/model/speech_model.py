@@ -95,13 +95,15 @@ class SpeechModel(nn.Module):
     ) -> Tensor:
         """Features [N, W] of clips one after another, as `forward` takes them, of what `Encoder.run` takes; task: see
         `Projector.forward`."""
-        return self.read(self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task))
+        return self.read(self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task), frames)
 
-    def read(self, features: Tensor, classifier: Tensor | None = None) -> Tensor:
-        """What the decoder takes of the projector's features [N, W]: what the head `tokens` reads (see there), else these."""
+    def read(self, features: Tensor, frames: Sequence[int], classifier: Tensor | None = None) -> Tensor:
+        """What the decoder takes of the projector's features [N, W] of clips of so many frames: what the head `tokens` reads
+        (see there), else these."""
         if not isinstance(self.alignment_head, TokenHead):
             return features
-        return self.alignment_head.read(features, self.decoder.text_table, classifier) / self.config.feature_factor
+        counts = [-(-n // self.projector.stack) for n in frames]
+        return self.alignment_head.read(features, counts, self.decoder.text_table, classifier) / self.config.feature_factor
 
     def forward(
         self,

@@ -198,7 +198,7 @@ class Objective(nn.Module):
             if isinstance(task_losses, TaskLosses):
                 by_task = torch.cat([weighted.new_zeros(len(task_losses)), weighted.detach()[None]])
             return Losses(total, none, none, by_task=by_task, **heard)
-        features = task_losses.at_features(batch, model.read(features, self._classifier))
+        features = task_losses.at_features(batch, model.read(features, batch.frames or [1], self._classifier))
         hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)

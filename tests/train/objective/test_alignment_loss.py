@@ -214,18 +214,25 @@ def test_alignments_spell_by_sounds_as_well():
 
 @pytest.mark.parametrize("likeliest", [4, 28])
 def test_the_decoder_takes_the_embeddings_that_the_head_reads(likeliest, monkeypatch):
-    """Of all tokens, the mean of embeddings by the softmax that CTC trains; of some, by theirs alone."""
+    """Of all tokens, the mean of embeddings by the softmax that CTC trains; of some, by theirs alone. Behind a clip's silence
+    one vector for each token heard, the mean of its positions."""
     torch.manual_seed(0)
     model = SpeechModel(HEARING)
     head, table = model.alignment_head, model.decoder.text_embedding.weight.detach()
     torch.nn.init.normal_(head.silence)
+    head.log_temperature.data.fill_(1.0)
     monkeypatch.setattr(TokenHead, "LIKELIEST", likeliest)
-    features = torch.randn(5, table.shape[1], requires_grad=True)
-    logits = F.normalize(features, dim=-1) @ F.normalize(table, dim=-1).T * table.shape[1] ** 0.5
+    ids, counts = [7, -1, 7, 7, 9, -1, 9, 9, -1, 3], [7, 3]  # a token goes on in another clip
+    head.blank.weight.data = 3 * F.normalize(torch.randn_like(head.blank.weight), dim=-1)
+    features = torch.stack([head.blank.weight.detach()[0] if i < 0 else table[i] for i in ids]).requires_grad_()
+    logits = F.normalize(features, dim=-1) @ F.normalize(table, dim=-1).T * table.shape[1] ** 0.5 * head.log_temperature.exp()
     cut = logits.topk(likeliest).values[:, -1:]
     logits = torch.cat([head(features)[1][:, None], logits.masked_fill(logits < cut, float("-inf"))], 1)
-    wanted = logits.softmax(-1) @ torch.cat([head.silence[None], table]).detach()
-    taken = model.read(features)
+    assert [i - 1 for i in logits.argmax(1).tolist()] == ids
+    each = logits.softmax(-1) @ torch.cat([head.silence[None], table])
+    still = [head.silence]
+    wanted = torch.stack([*3 * still, each[0], each[2:4].mean(0), each[4], each[6], *still, each[7], each[9]])
+    taken = model.read(features, [2 * n for n in counts])
     torch.testing.assert_close(taken, wanted)
     (found,) = torch.autograd.grad(taken.square().sum(), features, retain_graph=True)
     torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), features)[0])
