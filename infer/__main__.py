@@ -1,5 +1,5 @@
 """`omni-infer` and `python -m infer`: ask a model on the command line, talk with it, serve it, measure how fast a model
-answers, or quantise its weights.
+answers, quantise its weights, or put one together.
 
 Exit codes: 0; 1 where an answer broke (`Ended.error`) and for an error that is not the user's (a full disk, a fault of this
 program: one line, no traceback without `--debug`); 2 for a mistake of the user's (one line too); 130 after Ctrl-C; 141 where
@@ -50,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> bool:
     """Parse the words, import the modules of the command, and run it; returns whether no answer broke."""
-    from infer.checks import check_ask, check_bench, check_chat, check_quantizing, check_serve, choose_shipped
+    from infer.checks import check_ask, check_bench, check_chat, check_getting, check_quantizing, check_serve, choose_shipped
     from infer.cli import parse
-    from infer.options import AskOptions, ChatOptions, QuantizeOptions, ServeOptions
+    from infer.options import AskOptions, ChatOptions, GetOptions, QuantizeOptions, ServeOptions
 
     options, notes = choose_shipped(parse(take_plugins(words)))
     command: Callable[[], bool | None]
@@ -71,6 +71,11 @@ def run(words: Sequence[str]) -> bool:
         from infer.quantize import quantize
 
         command = partial(quantize, options)
+    elif isinstance(options, GetOptions):
+        check_getting(options)
+        from infer.get import get
+
+        command = partial(get, options)
     elif isinstance(options, ServeOptions):
         check_serve(options)
         from infer.serve.serve import serve

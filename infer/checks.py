@@ -22,15 +22,16 @@ from infer.options import (
     ChatOptions,
     Command,
     DeviceOptions,
+    GetOptions,
     LocalOptions,
     QuantizeOptions,
     ServeOptions,
 )
 from omni.audio.wav import FORMATS
 from omni.checkpoint.places import CONFIG, adapters_in, check_folder
-from omni.errors import UserError
+from omni.errors import UserError, closest
 from omni.files import beside, check_replaceable, replaceable
-from omni.pretrained import NAMES, QUESTION, find_model, find_question, shipped
+from omni.pretrained import ADAPTED, NAMES, QUESTION, find_model, find_question, shipped
 from omni.stores.reading import local_path
 from omni.tasks import TASKS, Task, find_task
 from omni.utils.hardware import check_device, check_dtype, check_quantize
@@ -189,6 +190,14 @@ def check_quantizing(options: QuantizeOptions) -> None:
             raise UserError(f"--text {options.text!r} has {len(text)} characters; name a text of 1,000 or more, or none")
 
 
+def check_getting(options: GetOptions) -> None:
+    """Checks the options of `get`. UserError: no model has that name, or a folder would be lost."""
+    if options.name not in ADAPTED:
+        raise UserError(f"get {options.name!r}: there is no such model; {closest(options.name, ADAPTED)}")
+    sources = () if options.parts is None else (Path(options.parts),)
+    check_replaceable(Path(options.out), (CONFIG,), sources, overwrite=options.overwrite)
+
+
 def check_options(options: DeviceOptions) -> None:
     """Checks where and in which form a command's model runs. UserError for the first bad option."""
     check_device(options.device)
@@ -239,7 +248,7 @@ def check_model(folder: str, another: str = "give --model FOLDER") -> None:
 def choose_shipped(options: Command) -> tuple[Command, list[str]]:
     """The options with the folder of their model, and the question that ships where no file here has its name; and what to tell
     of both: by default the model is the one that the demonstration left here, else the one that ships with the package."""
-    if isinstance(options, (BenchOptions, QuantizeOptions)):
+    if isinstance(options, (BenchOptions, GetOptions, QuantizeOptions)):
         return options, []
     if isinstance(options, ChatOptions) and (options.server is not None or options.device_in == "list"):
         return options, []

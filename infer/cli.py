@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.options import SOUND, TEXT, AskOptions, BenchOptions, ChatOptions, Command, QuantizeOptions, ServeOptions
+from infer.options import SOUND, TEXT, AskOptions, BenchOptions, ChatOptions, Command, GetOptions, QuantizeOptions, ServeOptions
 from omni.errors import UserError, closest
 from omni.utils.arguments import Parser, is_option
 from omni.utils.configuration import read_yaml, validate
@@ -21,6 +21,7 @@ COMMANDS: dict[str, type[Any]] = {
     "serve": ServeOptions,
     "bench": BenchOptions,
     "quantize": QuantizeOptions,
+    "get": GetOptions,
 }
 
 HELP = """usage: omni-infer COMMAND [options]

@@ -251,7 +251,20 @@ class QuantizeOptions:
     debug: bool = option(False, "show the traceback of an error")
 
 
-Command = AskOptions | ChatOptions | ServeOptions | BenchOptions | QuantizeOptions
+@configuration
+class GetOptions:
+    """Put a model together from SmolLM2-135M-Instruct and Whisper base, which are fetched, and an adapter that ships with
+    omni-speech."""
+
+    name: str = option("", "its name: smol", positional=True)
+    out: str = option("models/smol", "the folder to write", positional=True, nargs="?")
+    parts: str | None = option(None, "folder with smollm/ and whisper/ (or whisper/base.pt), instead of fetching them")
+    overwrite: bool = option(False, "replace a model folder that is there already")
+    quiet: bool = option(False, "show nothing while it works")
+    debug: bool = option(False, "show the traceback of an error")
+
+
+Command = GetOptions | AskOptions | ChatOptions | ServeOptions | BenchOptions | QuantizeOptions
 
 
 def on_one_line(name: str) -> str:

@@ -10,6 +10,7 @@ from omni.errors import UserError
 
 SHIPPED = Path(__file__).parent
 NAMES = ("nano",)
+ADAPTED = ("smol",)  # adapters alone, which `omni-infer get` puts into models
 QUESTION = "question.wav"
 
 
@@ -22,9 +23,13 @@ def find_model(folder: str | os.PathLike[str]) -> str:
     """The path of a model folder: `folder` as it is, or, where nothing is there, the one of that name that ships.
 
     Raises:
-        UserError: that one's weights are not in this copy of the package.
+        UserError: that one's weights are not in this copy of the package, or it has to be put together first.
     """
     path = os.fspath(folder)
+    if path in ADAPTED and not os.path.exists(path):
+        raise UserError(
+            f"the model {path!r} is put together from parts: `omni-infer get {path}` writes the folder models/{path}"
+        )
     if path not in NAMES or os.path.exists(path):
         return path
     shipped_folder = shipped(path)

@@ -1,0 +1,68 @@
+"""`omni-infer get smol`: puts a model together from a language model and a Whisper, as their makers offer them, and from what
+is trained between them, which ships with the package: a projector, the head that reads its features, and LoRA."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from tqdm import tqdm
+
+from infer.options import GetOptions
+from omni.config import ProjectorConfig
+from omni.convert import huggingface, omni_folder
+from omni.convert.contract import TextConfig, one_dtype
+from omni.convert.grow import Growth, grow
+from omni.convert.parts import load_encoder, read_whisper, shorten_window
+from omni.errors import UserError
+from omni.layout import Layout
+from omni.lora import peft
+from omni.pretrained import SHIPPED
+from omni.stores.reading import local_path
+
+LANGUAGE_MODEL = "hf://HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac"
+SHA256 = "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c"
+"""Of its model.safetensors."""
+ENCODER, WINDOW = 1888033870, 6.0
+"""Fingerprint of the encoder with which the adapter was trained, Whisper base's, and the window that it heard in."""
+PROJECTOR = ProjectorConfig("transformer", hidden=768, stack=4)
+
+
+def get(options: GetOptions) -> None:
+    """Write the model's folder, showing the progress. UserError: parts are missing, or not those that it was trained with."""
+    language_model, whisper = fetched_parts() if options.parts is None else local_parts(Path(options.parts))
+    text, encoder = huggingface.read(language_model), shorten_window(read_whisper(whisper), WINDOW)
+    assert isinstance(text.config, TextConfig)
+    if load_encoder(encoder).fingerprint() != ENCODER:
+        raise UserError(f"{whisper} is another Whisper than the one that {options.name} was trained with: give Whisper base")
+    growth = Growth(Layout.preset("codec2", text.config.size), "codec2", PROJECTOR)
+    model = peft.merged(grow(text, encoder, growth, one_dtype(text)), SHIPPED / options.name)
+    with tqdm(desc="writing", unit="B", unit_scale=True, leave=False, disable=options.quiet or None) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        omni_folder.write(model, Path(options.out), show)
+    print(f"{options.out}: {options.name}, from {language_model} and {whisper}")
+
+
+def local_parts(folder: Path) -> tuple[Path, Path]:
+    """The language model's folder `smollm` in a folder, and the Whisper: `whisper/base.pt`, or the hub's folder `whisper`."""
+    file = folder / "whisper/base.pt"
+    return folder / "smollm", file if file.is_file() else folder / "whisper"
+
+
+def fetched_parts() -> tuple[Path, Path]:
+    """The parts from the hub and from OpenAI, kept in their caches. UserError: they are not reached, or not what they were."""
+    import whisper
+
+    language_model = local_path(LANGUAGE_MODEL)
+    if hashlib.sha256((language_model / "model.safetensors").read_bytes()).hexdigest() != SHA256:
+        raise UserError(f"{LANGUAGE_MODEL} has another SHA-256 than {SHA256}: remove it from the hub's cache, and try again")
+    cache = Path.home() / ".cache/whisper"
+    try:
+        whisper.load_model("base", "cpu", str(cache))  # which compares the SHA-256
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"Whisper base cannot be fetched ({error}): bring base.pt, and name its folder with --parts") from error
+    return language_model, cache / "base.pt"
