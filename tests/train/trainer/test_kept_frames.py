@@ -13,6 +13,7 @@ from whisper.model import AudioEncoder
 
 from omni.checkpoint.folder import load_folder
 from omni.encoder.whisper import WhisperEncoder
+from omni.utils.hardware import multiplies_bf16
 from tests.close import assert_near
 from tests.train.trainer.test_distillation import made, run_of, save_base
 from train.cli import main
@@ -72,7 +73,7 @@ def test_kept_frames_are_those_of_whispers_own_encoder(place: Path, rows: str) -
         assert 1.1 < slower < 1.26 if rows == "changed" else slower == 1
         with torch.no_grad():
             wanted = whisper(config.features(audio.load(16_000))[None])[0, : kept.counts[0]]
-        assert_near(kept.clips[0].float(), wanted, 2**-8)
+        assert_near(kept.clips[0].float(), wanted, 2**-6 if multiplies_bf16("cpu") else 2**-8)
 
 
 def test_a_run_from_kept_frames_is_one_that_encodes(
