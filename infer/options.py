@@ -257,7 +257,7 @@ class GetOptions:
     omni-speech."""
 
     name: str = option("", "its name: smol", positional=True)
-    out: str = option("models/smol", "the folder to write", positional=True, nargs="?")
+    out: str = option("models/smol", "the folder to write")
     parts: str | None = option(None, "folder with smollm/ and whisper/ (or whisper/base.pt), instead of fetching them")
     overwrite: bool = option(False, "replace a model folder that is there already")
     quiet: bool = option(False, "show nothing while it works")

@@ -55,14 +55,14 @@ def test_parts_and_what_ships_make_the_model(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(get, "PROJECTOR", ProjectorConfig("transformer", hidden=24, stack=4))
     monkeypatch.setattr(get, "WINDOW", 1.0)
     monkeypatch.setattr(get, "ENCODER", load_encoder(shorten_window(read_whisper(file), 1)).fingerprint())
-    assert main(["get", "smol", str(tmp_path / "got"), "--parts", str(parts)]) == 0
+    assert main(["get", "smol", "--out", str(tmp_path / "got"), "--parts", str(parts)]) == 0
     assert run_convert([str(grown), str(tmp_path / "merged"), "--lora", str(tmp_path / "smol")]) == 0
     wanted, ours = (load_folder(tmp_path / name).model.state_dict() for name in ("merged", "got"))
     assert wanted.keys() == ours.keys() and all(torch.equal(wanted[name], ours[name]) for name in wanted)
 
     monkeypatch.setattr(get, "ENCODER", 1)
     for words, told in ((["smol"], "another Whisper"), (["smal"], "no such model")):
-        assert main(["get", *words, str(tmp_path / "not"), "--parts", str(parts)]) == 2
+        assert main(["get", *words, "--out", str(tmp_path / "not"), "--parts", str(parts)]) == 2
         assert told in capsys.readouterr().err and not (tmp_path / "not").exists()
     with pytest.raises(UserError, match="omni-infer get smol"):
         pretrained.find_model("smol")
