@@ -45,6 +45,7 @@ def get(options: GetOptions) -> None:
 
         omni_folder.write(model, Path(options.out), show)
     print(f"{options.out}: {options.name}, from {language_model} and {whisper}")
+    print(f"it does not speak; in writing: omni-infer ask question.wav --model {options.out} --task A1T2")
 
 
 def local_parts(folder: Path) -> tuple[Path, Path]:
