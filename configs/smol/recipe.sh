@@ -15,12 +15,12 @@ voices='{espeak:en-us+f1: 1, espeak:en-us+f2: 1, espeak:en-us+f3: 1, espeak:en-g
 others='{espeak:en-us+f5: 2, espeak:en-gb+m7: 2, espeak:en-us+m8: 2, flite:rms: 3}'
 augment='{speed: [0.88, 1.14], noise_snr_db: [5, 30], noise_probability: 0.2, echo_probability: 0.2, band_probability: 0.15}'
 
-if [ ! -e models/smol ]; then
-    omni-train convert "$lm" models/smol --encoder "$whisper" --encoder_window 6 --codec codec2 --projector transformer \
+if [ ! -e models/smol-base ]; then
+    omni-train convert "$lm" models/smol-base --encoder "$whisper" --encoder_window 6 --codec codec2 --projector transformer \
         --projector_hidden 768 --projector_stack 4
 fi
 speak() { # TEXTS OUT VOICES [OPTIONS]: the texts as sounds, with what the encoder hears of them
-    [ -e "$2" ] || omni-train data prepare "$1" "$2" --speak question --voice "$3" --frames models/smol --device "$device" \
+    [ -e "$2" ] || omni-train data prepare "$1" "$2" --speak question --voice "$3" --frames models/smol-base --device "$device" \
         --speaking.rate '[115,215]' --speaking.pitch '[20,80]' --speaking.silence '[0.05,0.5]' "${@:4}"
 }
 [ -e sentences.csv ] || python "$configs/texts.py"
@@ -37,7 +37,7 @@ processes=$([ $device = cpu ] && echo 2 || echo 1)
 omni-train fit "$configs/hearing.yaml" --budget.minutes "$minutes" --fabric.devices $processes
 
 for name in '' -held-out; do
-    [ -e "data/answered$name" ] || omni-train data answers models/smol "data/questions$name" "data/answered$name" \
+    [ -e "data/answered$name" ] || omni-train data answers models/smol-base "data/questions$name" "data/answered$name" \
         --device "$device" --dtype bfloat16 --rows 64
 done
 omni-train fit "$configs/answering.yaml" --budget.minutes "$minutes"
