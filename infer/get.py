@@ -6,9 +6,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from tqdm import tqdm
-
 from infer.options import GetOptions
+from infer.quantize import bytes_written
 from omni.config import ProjectorConfig
 from omni.convert import huggingface, omni_folder
 from omni.convert.contract import TextConfig, one_dtype
@@ -18,11 +17,11 @@ from omni.errors import UserError
 from omni.layout import Layout
 from omni.lora import peft
 from omni.pretrained import SHIPPED
-from omni.stores.reading import local_path
 
-LANGUAGE_MODEL = "hf://HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac"
+LANGUAGE_MODEL, COMMIT = "HuggingFaceTB/SmolLM2-135M-Instruct", "12fd25f77366fa6b3b4b768ec3050bf629380bac"
 SHA256 = "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c"
 """Of its model.safetensors."""
+FILES = ["*.json", "model.safetensors"]
 ENCODER, WINDOW = 1888033870, 6.0
 """Fingerprint of the encoder with which the adapter was trained, Whisper base's, and the window that it heard in."""
 PROJECTOR = ProjectorConfig("transformer", hidden=768, stack=4)
@@ -37,12 +36,7 @@ def get(options: GetOptions) -> None:
         raise UserError(f"{whisper} is another Whisper than the one that {options.name} was trained with: give Whisper base")
     growth = Growth(Layout.preset("codec2", text.config.size), "codec2", PROJECTOR)
     model = peft.merged(grow(text, encoder, growth, one_dtype(text)), SHIPPED / options.name)
-    with tqdm(desc="writing", unit="B", unit_scale=True, leave=False, disable=options.quiet or None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with bytes_written("writing", options.quiet) as show:
         omni_folder.write(model, Path(options.out), show)
     print(f"{options.out}: {options.name}, from {language_model} and {whisper}")
     print(f"it does not speak; in writing: omni-infer ask question.wav --model {options.out} --task A1T2")
@@ -56,14 +50,17 @@ def local_parts(folder: Path) -> tuple[Path, Path]:
 
 def fetched_parts() -> tuple[Path, Path]:
     """The parts from the hub and from OpenAI, kept in their caches. UserError: they are not reached, or not what they were."""
+    import huggingface_hub
     import whisper
 
-    language_model = local_path(LANGUAGE_MODEL)
-    if hashlib.sha256((language_model / "model.safetensors").read_bytes()).hexdigest() != SHA256:
-        raise UserError(f"{LANGUAGE_MODEL} has another SHA-256 than {SHA256}: remove it from the hub's cache, and try again")
     cache = Path.home() / ".cache/whisper"
-    try:
+    try:  # with the tokenizer's files and the chat template, which folders of our own do not have
+        kept = huggingface_hub.snapshot_download(LANGUAGE_MODEL, revision=COMMIT, allow_patterns=FILES)
         whisper.load_model("base", "cpu", str(cache))  # which compares the SHA-256
     except (OSError, RuntimeError) as error:
-        raise UserError(f"Whisper base cannot be fetched ({error}): bring base.pt, and name its folder with --parts") from error
+        why = " ".join(str(error).split())
+        raise UserError(f"{LANGUAGE_MODEL} and Whisper base cannot be fetched ({why}): bring them, and name --parts") from error
+    language_model = Path(kept)
+    if hashlib.sha256((language_model / "model.safetensors").read_bytes()).hexdigest() != SHA256:
+        raise UserError(f"{LANGUAGE_MODEL} has another SHA-256 than {SHA256}: remove it from the hub's cache, and try again")
     return language_model, cache / "base.pt"

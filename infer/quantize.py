@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +21,7 @@ from tqdm import tqdm
 import omni
 from infer.options import QuantizeOptions
 from omni.checkpoint.places import WEIGHTS
+from omni.convert.lazy import WriteCallback
 from omni.convert.omni_folder import quantize_folder
 from omni.generate.speech_lm import SpeechLM
 from omni.pretrained import find_model
@@ -38,12 +41,7 @@ def quantize(options: QuantizeOptions) -> None:
     `quantize_folder` raises it."""
     source, target = Path(find_model(options.model)), Path(options.out)
     before, started = (source / WEIGHTS).stat().st_size if (source / WEIGHTS).is_file() else 0, time.monotonic()
-    with tqdm(desc="quantising", unit="B", unit_scale=True, leave=False, disable=options.quiet or None) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with bytes_written("quantising", options.quiet) as show:
         files = quantize_folder(source, target, on_progress=show)
     size, seconds = files[WEIGHTS].bytes, time.monotonic() - started
     print(f"{target}: {source} in int8")
@@ -57,6 +55,18 @@ def quantize(options: QuantizeOptions) -> None:
     difference = compare(full, ours, torch.tensor(full.tokenizer.encode(text)[:TOKENS]))
     where = "the descriptions in this package" if options.text is None else options.text
     print(f"beside float32, on {difference.tokens:,} tokens of {where}: {difference.line()}")
+
+
+@contextmanager
+def bytes_written(what: str, quiet: bool) -> Iterator[WriteCallback]:
+    """A bar on a terminal, of the bytes that are written."""
+    with tqdm(desc=what, unit="B", unit_scale=True, leave=False, disable=quiet or None) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
 
 
 def own_text() -> str:
@@ -78,12 +88,10 @@ class Difference(NamedTuple):
     def line(self) -> str:
         """The figures, and whether they are good."""
         judged = self.before < UNKNOWN
-        known = (
-            f"KL {self.kl:.5f} nat, same likeliest token {self.same:.1%}, perplexity {self.before:,.1f} {self.perplexity:+.2%}"
-        )
-        bounds = f"at most {KL}, at least {SAME:.0%}, " + (
-            f"at most {PERPLEXITY:+.1%}" if judged else "a text it does not know"
-        )
+        perplexity = f"perplexity {self.before:,.1f} {self.perplexity:+.2%}"
+        known = f"KL {self.kl:.5f} nat, same likeliest token {self.same:.1%}, {perplexity}"
+        last = f"at most {PERPLEXITY:+.1%}" if judged else "a text it does not know"
+        bounds = f"at most {KL}, at least {SAME:.0%}, {last}"
         good = self.kl <= KL and self.same >= SAME and (self.perplexity <= PERPLEXITY or not judged)
         return f"{known}; " + (f"good ({bounds})" if good else f"NOT good ({bounds}): compare its answers before you use it")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -59,6 +63,16 @@ def test_parts_and_what_ships_make_the_model(tmp_path, monkeypatch, capsys):
     assert run_convert([str(grown), str(tmp_path / "merged"), "--lora", str(tmp_path / "smol")]) == 0
     wanted, ours = (load_folder(tmp_path / name).model.state_dict() for name in ("merged", "got"))
     assert wanted.keys() == ours.keys() and all(torch.equal(wanted[name], ours[name]) for name in wanted)
+
+    kept = {"revision": get.COMMIT, "allow_patterns": ["*.json", "model.safetensors"]}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **more: str(parts / "smollm") if more == kept else "")
+    monkeypatch.setattr("whisper.load_model", lambda name, device, folder: shutil.copytree(parts / "whisper", folder))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert main(["get", "smol", "--out", str(tmp_path / "not")]) == 2 and "SHA-256" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / ".cache")
+    monkeypatch.setattr(get, "SHA256", hashlib.sha256((parts / "smollm/model.safetensors").read_bytes()).hexdigest())
+    assert main(["get", "smol", "--out", str(tmp_path / "fetched")]) == 0
+    assert load_folder(tmp_path / "fetched").model.state_dict().keys() == ours.keys()
 
     monkeypatch.setattr(get, "ENCODER", 1)
     for words, told in ((["smol"], "another Whisper"), (["smal"], "no such model")):
