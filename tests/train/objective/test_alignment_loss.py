@@ -189,10 +189,9 @@ def test_alignments_spell():
     words = Alignment("words", ["one", "plus", "two"])
     assert words.size == 4 and words.ids("One plus two?") == [1, 2, 3] and words.ids("one plus three") == []
     tokens = Alignment("tokens", tokenizer=TOKENIZER)
-    assert tokens.size == "tokens" and tokens.ids("\u201cAb,\u201d he said - don\u2019t!") == [
-        i + 1 for i in TOKENIZER.encode(" ab he said don't")
-    ]
-    assert tokens.ids("नमस्ते।") == [i + 1 for i in TOKENIZER.encode(" नमस्ते")] and tokens.ids("?!") == []
+    assert tokens.size == "tokens" and tokens.ids("?!") == []
+    for text, typed in ((" Ab,  he said - don\u2019t!", "Ab, he said - don't!"), ("Is 7 odd", "Is 7 odd."), ("नमस्ते।", "नमस्ते।")):
+        assert tokens.ids(text) == [i + 1 for i in TOKENIZER.encode(typed)]
     none = Alignment("none")
     assert none.size == 0 and none.ids("one") == []
     with pytest.raises(UserError, match="needs the words"):

@@ -33,7 +33,6 @@ from train.data.config import AlignmentKind, AugmentConfig
 from train.data.rows.row import Row, RowTurn, Sound
 from train.data.seeding import seeded_generator, seeded_rng
 from train.data.tts.espeak import check_voice, phonemes
-from train.scoring.text import normalise
 
 _LETTERS = " 'abcdefghijklmnopqrstuvwxyz"
 
@@ -48,7 +47,7 @@ class Alignment:
 
     Args:
         spelling: `none`: no transcript. `letters`: a to z, space and apostrophe. `words`: the given words. `tokens`: the text
-            stream's own, of the words without what cannot be heard (`train.scoring.text.normalise`).
+            stream's own, of the text as one would type it, case and stops included: so the language model is asked best.
         words: the vocabulary of `words`; a text with another word has no transcript.
         sounds: spell by the phonemes of English as well, each word as espeak-ng reads it alone. Their ids follow the others',
             in the same list: the objective distinguishes them by their values, which start at `size`.
@@ -79,8 +78,9 @@ class Alignment:
         heard = (" ".join(phonemes(word)) for word in re.findall(r"[\w']+", plain) if self.sound_size)
         sounds = [self.first + _SOUNDS[sound] for said in heard for sound in _SOUND.findall(said)]
         if self.spelling == "tokens" and self.tokenizer is not None:
-            said = "".join(f" {word}" for word in normalise(text).split())
-            return [*(i + 1 for i in self.tokenizer.encode(said)), *sounds]
+            typed = " ".join(plain.split()) if re.search(r"\w", plain) else ""
+            stop = "." if typed[-1:].isalnum() else ""
+            return [*(i + 1 for i in self.tokenizer.encode(typed + stop)), *sounds]
         if self.spelling == "words":
             word_ids = [self._ids.get(word, 0) for word in re.findall(r"[\w']+", plain.lower())]
             return [*(word_ids if all(word_ids) else []), *sounds]
