@@ -20,10 +20,11 @@ from torch import Tensor
 
 from omni.codec.base import AudioCodec
 from omni.errors import UserError
-from omni.generate.history import CachedHistory, Exchange, Key
+from omni.generate.history import CachedHistory, Exchange, Key, lay_out
 from omni.generate.results import AudioChunk, Clock, Ended, Event, Reason, Reply, TextDelta, Timings
 from omni.generate.rows import RunnerRow, Start
 from omni.generate.speech_time import Loudness, heard_characters
+from omni.layout import Layout
 from omni.lora.attach import Selection
 from omni.tasks import Columns, Task, find_task
 
@@ -201,7 +202,7 @@ class Running:
     Attributes:
         number: of the session's link; exchange: the question; before: the conversation before it was asked.
         said: the exchanges of `columns`, of which some may wait for the encoder.
-        columns, keys: the whole conversation up to the end of the question.
+        columns, keys: the whole conversation up to the end of the question, after the system message of the ids `system`.
         outlet: takes its events.
         fork: last column [K] of the second row of text assist, None without one.
         active: adapters and edits of its question's encoder and prefill.
@@ -235,6 +236,7 @@ class Running:
     clock: Clock
     outlet: EventOutlet
     hungry: Callable[[], None]
+    system: Sequence[int] = ()
     fork: Tensor | None = None
     active: Selection | None = None
     pace: Pace = "read"
@@ -316,6 +318,12 @@ class Running:
         self._sent.append((self.processed, event))
         self.outlet.put(event, notify)
         return late
+
+    def lay_out(self, layout: Layout) -> None:
+        """Lay its columns out again, once all is encoded: a head `tokens` reads fewer features than a question has room for."""
+        *past, asked = self.said
+        self.columns, self.keys = lay_out(layout, past, asked, self.system)
+        self.start = replace(self.start, position=len(self.keys) - 1)
 
     def fail(self, error: BaseException) -> None:
         """Raise an exception for the listener, instead of an end."""

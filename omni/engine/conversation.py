@@ -145,8 +145,8 @@ class Conversation:
                     self._settle(self._last)
                 before, exchange = self._past, Exchange(asked.turn, self._asked, asked.clip, None, asked.prepared, stream)
                 if known is not None:
-                    exchange.sound, exchange.features = known
-                    exchange.turn = replace(asked.turn, features=len(exchange.features))
+                    exchange.sound, features = known
+                    exchange.hear(features)
                 room, forget = (seat.limit, self.model.config.decoder.context), options.overflow == "forget"
                 self._past, columns, keys = fit(layout, before, exchange, self._system, *room, forget)
                 key = seed_key(options.seed, self._asked) if seed is None else seed_key(seed)
@@ -162,6 +162,7 @@ class Conversation:
                     said=(*self._past, exchange),
                     columns=columns,
                     keys=keys,
+                    system=self._system,
                     reply=reply,
                     codec=codec,
                     seat=seat,

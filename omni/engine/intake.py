@@ -47,16 +47,18 @@ def encode(model: SpeechModel, alike: Sequence[Running]) -> list[Running]:
     with using(alike[0].active):
         for exchange in todo:
             if exchange.heard is not None:
-                exchange.features, exchange.heard = exchange.heard.finish(), None
+                exchange.hear(exchange.heard.finish())
+                exchange.heard = None
         todo = [exchange for exchange in todo if exchange.features is None]
         for low in range(0, len(todo), TOGETHER):
             chunk = todo[low : low + TOGETHER]
             encoded = encode_questions(model, [Asked(e.turn, e.clip, e.prepared) for e in chunk])
             for exchange, features in zip(chunk, encoded, strict=True):
-                exchange.features, exchange.prepared = features, None
+                exchange.hear(features)
     finish_queued(model.device)
     broken = []
     for running in alike:
+        running.lay_out(model.layout)
         running.known = replace(running.known, encode=running.clock.seconds)
         nonfinite = [e for e in running.said if not is_finite(e.features)]
         if nonfinite:

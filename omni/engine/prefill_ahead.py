@@ -189,7 +189,7 @@ class Listen:
             with CHANGING, using(selection_of(model, [self.selection], model.device)), torch.inference_mode():
                 (features,) = encode_questions(model, [Asked(missing.turn, missing.clip, missing.prepared)])
             if is_finite(features):
-                missing.features, missing.prepared = features, None
+                missing.hear(features)
                 return True
         except Exception as error:
             _warn(error)

@@ -73,6 +73,12 @@ class Exchange:
         if self.heard is not None:
             self.sound = self.heard.number
 
+    def hear(self, features: Tensor | None) -> None:
+        """Take its features: its columns are as many from now on."""
+        self.features, self.prepared = features, None
+        if features is not None and len(features) != self.turn.features:
+            self.turn = replace(self.turn, features=len(features))
+
     def part(self, layout: Layout, answered: bool) -> _Part:
         """The columns of its question, without a system message, or those of its answer; made once, since every question of a
         conversation looks at all turns before it."""

@@ -275,11 +275,12 @@ class FeatureStream:
             if last:
                 frames.append(self._stream.finish())
             known, projector, window = torch.cat(frames), self._model.projector, self._model.config.encoder.positions
-            count = len(known) if last else len(known) // projector.stack * projector.stack * (not projector.hears_clips)
+            whole = self._model.hears_clips
+            count = len(known) if last else len(known) // projector.stack * projector.stack * (not whole)
             self._frames = known[count:]
             if count:
-                clips = [min(window, count - i) for i in range(0, count, window)] if projector.hears_clips else [count]
-                features = projector(known[:count], clips, [self.task])
+                clips = [min(window, count - i) for i in range(0, count, window)] if whole else [count]
+                features = torch.cat(self._model.hear(projector(known[:count], clips, [self.task]), clips))
                 self.features = features if self.features is None else torch.cat([self.features, features])
         except Exception:  # what is wrong with it is said when the whole is encoded
             self.lost = True

@@ -247,14 +247,14 @@ def read_system(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @torch.no_grad()
 def encode_questions(model: SpeechModel, asked: Sequence[Asked]) -> list[Tensor | None]:
-    """Features [N, W] of each spoken question, None for the written ones; all clips go through the encoder together."""
+    """Features [N, W] of each spoken question, None for the written ones; all clips go through the encoder together. Of a head
+    `tokens` they are as many as it reads."""
     clips = [a.clip if a.prepared is None else a.prepared for a in asked if a.clip is not None]
     if not clips:
         return [None] * len(asked)
     frames, per_clip = model.encoder.encode(clips)
     names = [a.task.name for a in asked if a.clip is not None]
-    features = model.read(model.projector(frames, per_clip, names), per_clip)
-    heard = iter(features.split([-(-n // model.config.projector.stack) for n in per_clip]))
+    heard = iter(model.hear(model.projector(frames, per_clip, names), per_clip))
     return [None if a.clip is None else next(heard) for a in asked]
 
 

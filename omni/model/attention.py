@@ -114,7 +114,9 @@ def _segment_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed
     parts = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None].split(sizes, dim=2) for x in (query, key, value)]
     grouped = query.shape[1] != key.shape[1]
     each = [
-        attention(q, k, v, causal=packed.causal, grouped=grouped)[0].transpose(0, 1) for q, k, v in zip(*parts, strict=True)
+        attention(q, k, v, causal=packed.causal, grouped=grouped)[0].transpose(0, 1)
+        for q, k, v in zip(*parts, strict=True)
+        if q.shape[2]
     ]
     return torch.cat(each).unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
 

@@ -123,6 +123,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         packed: PackedRows | None = None,
+        left_out: Tensor | None = None,
         input_pos: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Hidden:
@@ -134,7 +135,10 @@ class Decoder(nn.Module):
             stepped = self.step(self, tokens, input_pos, cache)
             if stepped is not None:
                 return Hidden(*stepped)
-        x = self.embed(tokens, features, feature_index)
+        x, order = self.embed(tokens, features, feature_index), None
+        if left_out is not None and feature_index is not None:
+            order, segments, packed = set_aside(left_out, feature_index, segments, packed)
+            x = _columns(x, order)
         mask: Tensor | PackedRows | None
         if input_pos is not None and cache is not None:
             mask = cache.begin_forward(input_pos)
@@ -160,7 +164,11 @@ class Decoder(nn.Module):
             for layer, block in enumerate(self.post_blocks, len(self.blocks)):
                 x = run_block(block, recompute, x, rope, mask, cache, layer)
             audio = self.post_norm(x)
-        return Hidden(text, audio)
+        if order is None:
+            return Hidden(text, audio)
+        order = order.argsort(1)
+        text, separate = _columns(text, order), audio is not text
+        return Hidden(text, _columns(audio, order) if separate else text)
 
     # --- heads -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +217,28 @@ def _weight(head: nn.Linear | nn.Embedding) -> Tensor:
     if isinstance(head, Int8Embedding):
         return head.dense()
     return dense_weight(head) if is_quantized(head) else head.weight
+
+
+def set_aside(
+    left_out: Tensor, feature_index: Tensor, segments: Tensor | None, packed: PackedRows | None
+) -> tuple[Tensor, Tensor, PackedRows | None]:
+    """An order [B, T] of columns in which those of features that are left out [N] come first in their segment, as one of their
+    own; and the segments and their bounds in it. The host waits for no device."""
+    unseen = F.pad(left_out, (0, 1))[feature_index]  # -1: the last
+    if segments is None:
+        segments = torch.zeros_like(feature_index)
+    rank = F.pad((segments[:, 1:] != segments[:, :-1]).cumsum(1), (1, 0))
+    segments, order = (2 * rank + ~unseen).sort(stable=True, dim=1)
+    if packed is not None:
+        before, ends = F.pad(unseen.flatten().cumsum(0), (1, 0)), packed.ends
+        apart = torch.stack([ends[:-1], ends[:-1] + before[ends[1:]] - before[ends[:-1]]], 1)
+        packed = packed._replace(ends=torch.cat([apart.flatten(), ends[-1:]]).int())
+    return order, segments, packed
+
+
+def _columns(x: Tensor, order: Tensor) -> Tensor:
+    """The columns of x [B, T, W] in an order [B, T]."""
+    return x.gather(1, order[..., None].expand(x.shape))
 
 
 def default_positions(batch: int, time: int, segments: Tensor | None, device: torch.device) -> Tensor:

@@ -82,34 +82,43 @@ class TokenHead(nn.Module):
         """The normalised rows [V, W] of the text embedding, which the head does not train."""
         return F.normalize(embedding.detach(), dim=-1).to(dtype)
 
-    def read(self, features: Tensor, counts: Sequence[int], embedding: Tensor, classifier: Tensor | None = None) -> Tensor:
-        """What the decoder takes in place of features [N, W] of clips of `counts`: at the end of each clip a vector for each
-        token heard, as `best_path` has them, and `silence` before them, so that words follow one another as in writing. A
-        token's vector is the mean of the likeliest tokens' embeddings and of the blank's, `silence`, by likelihood (LegoSLM,
-        arXiv 2505.11352, has that of all tokens), of all its positions. `classifier`: where it is made already."""
+    def read(
+        self, features: Tensor, counts: Sequence[int], embedding: Tensor, classifier: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What the decoder takes in place of features [N, W] of clips of `counts`: at a clip's end the embeddings of its
+        `best_path`, as if these tokens were written; and which of the N it does not see, those before: [N] bool. A clip in
+        which nothing is heard is one `silence`. The gradient is that of the mean of the likeliest tokens' embeddings, by
+        likelihood, over a token's positions (straight-through; LegoSLM, arXiv 2505.11352, gives the decoder these means).
+        `classifier`: where it is made already. The host waits for no device."""
         x, blank = self(features)
         embedding = embedding.detach()
         with torch.no_grad():
             table = self.classifier(embedding, multiplied_in(features)) if classifier is None else classifier
             likeliest = torch.cat([(part.to(table) @ table.T).topk(self.LIKELIEST).indices for part in x.split(1024)])
         tokens = embedding[likeliest].float()
-        logits = torch.cat([blank[:, None], (F.normalize(tokens, dim=-1) @ x[:, :, None])[..., 0]], 1)
-        p = logits.softmax(1)[..., None]
-        read = p[:, 0] * self.silence + (p[:, 1:] * tokens).sum(1)
-        best = torch.cat([torch.full_like(likeliest[:, :1], -1), likeliest], 1).gather(1, logits.argmax(1, keepdim=True))[:, 0]
-        return self._together(read, best, counts).to(features.dtype)
+        logits = (F.normalize(tokens, dim=-1) @ x[:, :, None])[..., 0]
+        mean = (logits.softmax(1)[..., None] * tokens).sum(1)
+        best = torch.where(logits.amax(1) > blank, likeliest.gather(1, logits.argmax(1, keepdim=True))[:, 0], -1)
+        clip = to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)), features.device)
+        last = to_device(torch.tensor(counts).cumsum(0) - 1, features.device)
+        vectors, left_out = self._together(mean, embedding, best, clip, last)
+        return vectors.to(features.dtype), left_out
 
-    def _together(self, read: Tensor, best: Tensor, counts: Sequence[int]) -> Tensor:
-        """One vector for each run of the same token of `best` [N] (-1: blank) in a clip, the mean of its `read` [N, W], behind
-        the clip's silence. The host waits for no device."""
-        clip = to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)), read.device)
+    def _together(self, mean: Tensor, embedding: Tensor, best: Tensor, clip: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """One embedding for each run of the same token of `best` [N] (-1: blank) in a `clip` [N], with the gradient of the
+        run's `mean` [N, W], behind the clip's blanks; and which are not to be seen. `last`: of each clip."""
         first = torch.ones_like(best, dtype=torch.bool)
         first[1:] = (best[1:] != best[:-1]) | (clip[1:] != clip[:-1])
         run, spoken = first.cumsum(0) - 1, first & (best >= 0)
-        sums = torch.zeros_like(read).index_add(0, run, read)
+        sums = torch.zeros_like(mean).index_add(0, run, mean)
         sizes = torch.zeros_like(best).index_add(0, run, torch.ones_like(best))
-        means = torch.where(spoken[:, None], (sums / sizes.clamp_min(1)[:, None])[run], self.silence.float())
-        return means[(2 * clip + spoken).argsort(stable=True)]
+        means = (sums / sizes.clamp_min(1)[:, None])[run]
+        read = torch.where(
+            spoken[:, None], embedding[best.clamp_min(0)].float() + (means - means.detach()), self.silence.float()
+        )
+        order = (2 * clip + spoken).argsort(stable=True)
+        seen = spoken[order].index_fill(0, last, True)
+        return read[order], ~seen
 
     def best_path(self, features: Tensor, embedding: Tensor) -> list[int]:
         """Ids of the likeliest tokens of a clip's features [N, W], one after another, without blanks and repetitions."""

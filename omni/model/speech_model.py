@@ -95,15 +95,32 @@ class SpeechModel(nn.Module):
     ) -> Tensor:
         """Features [N, W] of clips one after another, as `forward` takes them, of what `Encoder.run` takes; task: see
         `Projector.forward`."""
-        return self.read(self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task), frames)
+        return torch.cat(self.hear(self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task), frames))
 
-    def read(self, features: Tensor, frames: Sequence[int], classifier: Tensor | None = None) -> Tensor:
-        """What the decoder takes of the projector's features [N, W] of clips of so many frames: what the head `tokens` reads
-        (see there), else these."""
+    def hear(self, features: Tensor, frames: Sequence[int]) -> list[Tensor]:
+        """What the decoder sees of the projector's features [N, W] of clips of so many frames: [n, W] of each."""
+        counts = self._counts(frames)
+        taken, left_out = self.read(features, frames)
+        if left_out is None:
+            return list(taken.split(counts))
+        return [clip[~out] for clip, out in zip(taken.split(counts), left_out.split(counts), strict=True)]
+
+    def read(self, features: Tensor, frames: Sequence[int], classifier: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """What `forward` takes as `features` and `left_out` of the projector's features [N, W] of clips of so many frames: of a
+        head `tokens` what it reads (`TokenHead.read`), else these, and nothing is left out."""
         if not isinstance(self.alignment_head, TokenHead):
-            return features
-        counts = [-(-n // self.projector.stack) for n in frames]
-        return self.alignment_head.read(features, counts, self.decoder.text_table, classifier) / self.config.feature_factor
+            return features, None
+        counts, table = self._counts(frames), self.decoder.text_table
+        taken, left_out = self.alignment_head.read(features, counts, table, classifier)
+        return taken / self.config.feature_factor, left_out
+
+    def _counts(self, frames: Sequence[int]) -> list[int]:
+        return [-(-n // self.projector.stack) for n in frames]
+
+    @property
+    def hears_clips(self) -> bool:
+        """Whether a feature depends on all of its clip."""
+        return self.projector.hears_clips or isinstance(self.alignment_head, TokenHead)
 
     def forward(
         self,
@@ -114,6 +131,7 @@ class SpeechModel(nn.Module):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         packed: PackedRows | None = None,
+        left_out: Tensor | None = None,
         input_pos: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Hidden:
@@ -129,13 +147,14 @@ class SpeechModel(nn.Module):
             positions: [B, T] rotary positions; by default counted from 0 (again in each segment), or `input_pos`.
             segments: [B, T] number of the example a packed column belongs to.
             packed: the bounds of `segments`, where the host knows them: spares a GPU in half precision the mask.
+            left_out: [N] features whose columns nobody sees, in training: all others are as if these were not there.
             input_pos: [B, T] positions of the columns in each row of the cache; -1 writes nothing.
             cache: a `KVCache` (in place, no gradients) or `FunctionalKVCache`.
 
         Raises:
             ValueError: one of `input_pos` and `cache` without the other.
         """
-        where: dict[str, Any] = {"positions": positions, "segments": segments, "packed": packed}
+        where: dict[str, Any] = {"positions": positions, "segments": segments, "packed": packed, "left_out": left_out}
         return self.decoder(tokens, features, feature_index, **where, input_pos=input_pos, cache=cache)
 
     def make_cache(self, rows: int, length: int, *, chunk: int = 1) -> KVCache:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ import torch
 
 from omni.audio.resample import resample
 from omni.config import ProjectorConfig
+from omni.convert.huggingface import pad_rows
 from omni.errors import SoundWarning, UserError
 from omni.generate.question import encode_questions, longest, read_question
+from omni.generate.speech_lm import SpeechLM
+from omni.layout import ChatFormat
+from omni.model.projector import TokenHead
 from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
@@ -205,3 +210,37 @@ def test_the_task_of_a_question_chooses_its_parts() -> None:
             )
         assert_near(found, wanted, 1e-5)
         assert not found.allclose(other, rtol=1e-2)
+
+
+def reading(*texts: str) -> SpeechLM:
+    """A converted language model's shape, in its own chat format, whose head reads one of these texts after another."""
+    lm = make_lm(replace(LAYOUTS["pad"], chat=ChatFormat(((60, 61), (62, 63)), start=(59,), after=(64,))), combine="sum")
+    model = SpeechModel(replace(lm.config, ctc="tokens", projector=ProjectorConfig("mlp", hidden=16, stack=1))).eval()
+    model.decoder.load_state_dict(lm.model.decoder.state_dict())
+    with torch.no_grad():
+        model.decoder.audio_embedding.weight[pad_rows(lm.layout)] = 0
+        model.decoder.text_embedding.weight[lm.layout.text.special("pad")] = 0
+    head, table, said = model.alignment_head, model.decoder.text_embedding.weight, iter(texts)
+    assert isinstance(head, TokenHead)
+    head.log_temperature.data.fill_(2.0)
+
+    def project(frames: torch.Tensor, counts: Sequence[int], task: Any = None) -> torch.Tensor:
+        clips = []
+        for count in counts:
+            ids = lm.tokenizer.encode(next(said))
+            clips.append(head.blank.weight[[0]].repeat(count, 1))
+            clips[-1][1 : 2 * len(ids) : 2] = table[ids]
+        return torch.cat(clips)
+
+    head.blank.weight.data = 7 * torch.nn.functional.normalize(head.blank.weight.data, dim=-1)
+    model.projector.forward = project  # type: ignore[method-assign]
+    return SpeechLM(model, lm.tokenizer, lm.codec)
+
+
+def test_a_question_heard_without_a_mistake_is_answered_as_if_it_were_written() -> None:
+    """In a session too, whose turns before it are laid out by what was heard."""
+    lm = reading("who?", "and now", "so")
+    written, spoken = lm.session(max_tokens=8), lm.session(max_tokens=8)
+    for text, seconds in (("who?", 0.6), ("and now", 1.0), ("so", 0.4)):
+        wanted, found = written.ask(text, "T1T2").answer(), spoken.ask(tone(seconds), "A1T2").answer()
+        assert found.tokens and (found.tokens, found.ended) == (wanted.tokens, wanted.ended)

@@ -112,17 +112,18 @@ def _follow(lm: SpeechLM, item: Item, answer: Answer) -> tuple[Columns, Hidden]:
     targets, nor is what was written beside frames that were not kept."""
     question = read_question(item.question, item.task, lm.config, lm.tokenizer)
     asked = question.after(read_system(item.system, lm.tokenizer))
+    features = encode_questions(lm.model, [question])[0]
     turn = replace(
         asked.turn,
+        features=0 if features is None else len(features),
         text=answer.tokens if asked.task.text else None,
         codes=answer.codes if asked.task.audio else None,
         cut=answer.ended != "end",
     )
     columns, device = example(lm.layout, [turn]), lm.model.device
     if turn.cut and answer.codes is not None:
-        known = len(prompt(lm.layout, asked.turn)) + answer.codes.shape[1] + min(s.delay for s in lm.layout.audio)
+        known = len(prompt(lm.layout, turn)) + answer.codes.shape[1] + min(s.delay for s in lm.layout.audio)
         columns.targets[:, known:] = IGNORE
-    features = encode_questions(lm.model, [question])[0]
     index = columns.feature_index[None].to(device) if features is not None else None
     hidden = lm.model(columns.tokens[None].to(device), features, index)
     return columns, Hidden(hidden.text[0], hidden.audio[0])

@@ -212,29 +212,49 @@ def test_alignments_spell_by_sounds_as_well():
 
 
 @pytest.mark.parametrize("likeliest", [4, 28])
-def test_the_decoder_takes_the_embeddings_that_the_head_reads(likeliest, monkeypatch):
-    """Of all tokens, the mean of embeddings by the softmax that CTC trains; of some, by theirs alone. Behind a clip's silence
-    one vector for each token heard, the mean of its positions."""
+def test_the_decoder_takes_the_tokens_that_the_head_reads(likeliest, monkeypatch):
+    """Behind a clip's blanks, which it does not see. Their gradient is that of the mean of embeddings by the softmax over all
+    tokens, or some; a clip in which nothing is heard is one silence."""
     torch.manual_seed(0)
     model = SpeechModel(HEARING)
     head, table = model.alignment_head, model.decoder.text_embedding.weight.detach()
     torch.nn.init.normal_(head.silence)
     head.log_temperature.data.fill_(1.0)
     monkeypatch.setattr(TokenHead, "LIKELIEST", likeliest)
-    ids, counts = [7, -1, 7, 7, 9, -1, 9, 9, -1, 3], [7, 3]  # a token goes on in another clip
+    ids, counts = [7, -1, 7, 7, 9, -1, 9, 9, -1, 3, -1, -1], [7, 3, 2]  # a token goes on in another clip
     head.blank.weight.data = 3 * F.normalize(torch.randn_like(head.blank.weight), dim=-1)
     features = torch.stack([head.blank.weight.detach()[0] if i < 0 else table[i] for i in ids]).requires_grad_()
     logits = F.normalize(features, dim=-1) @ F.normalize(table, dim=-1).T * table.shape[1] ** 0.5 * head.log_temperature.exp()
     cut = logits.topk(likeliest).values[:, -1:]
-    logits = torch.cat([head(features)[1][:, None], logits.masked_fill(logits < cut, float("-inf"))], 1)
-    assert [i - 1 for i in logits.argmax(1).tolist()] == ids
-    each = logits.softmax(-1) @ torch.cat([head.silence[None], table])
-    still = [head.silence]
-    wanted = torch.stack([*3 * still, each[0], each[2:4].mean(0), each[4], each[6], *still, each[7], each[9]])
-    taken = model.read(features, [2 * n for n in counts])
-    torch.testing.assert_close(taken, wanted)
-    (found,) = torch.autograd.grad(taken.square().sum(), features, retain_graph=True)
-    torch.testing.assert_close(found, torch.autograd.grad(wanted.square().sum(), features)[0])
+    each = logits.masked_fill(logits < cut, float("-inf")).softmax(-1) @ table
+    taken, left_out = model.read(features, [2 * n for n in counts])
+    still, seen = head.silence, taken[~left_out]
+    assert left_out.tolist() == [True] * 3 + [False] * 4 + [True] + [False] * 2 + [True, False]
+    torch.testing.assert_close(seen, torch.stack([*table[[7, 7, 9, 9, 9, 3]], still.detach()]))
+    assert [len(clip) for clip in model.hear(features, [2 * n for n in counts])] == [4, 2, 1]
+    means = torch.stack([each[0], each[2:4].mean(0), each[4], each[6], each[7], each[9], still])
+    factor = torch.randn_like(means)
+    wanted = torch.autograd.grad((means * factor).sum(), [features, still])
+    torch.testing.assert_close(torch.autograd.grad((seen * factor).sum(), [features, still]), wanted)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_features_left_out_are_as_if_they_were_not_there(packed):
+    torch.manual_seed(0)
+    model = SpeechModel(HEARING)
+    rows = [make_examples(model, ["A1T1", "A1A2"]), make_examples(model, ["T1A2", "A1T2"])]
+    batch = pack(model, rows, 64)
+    features = torch.randn(int(batch.feature_index.max()) + 1, model.config.decoder.width)
+    left_out = torch.rand(len(features)) < 0.6
+    where = {"segments": batch.segments, "packed": batch.packed if packed else None}
+    whole = model(batch.tokens, features, batch.feature_index, left_out=left_out, **where).text
+    unseen = F.pad(left_out, (0, 1))[batch.feature_index]
+    assert 0 < int(unseen.sum()) < len(features)
+    for r, row in enumerate(batch.segments):
+        for number in row.unique():
+            columns = (row == number) & ~unseen[r]
+            alone = model(batch.tokens[r : r + 1, :, columns], features, batch.feature_index[r : r + 1, columns]).text[0]
+            torch.testing.assert_close(whole[r, columns], alone, rtol=1e-5, atol=1e-5)
 
 
 def test_a_question_is_read_along_its_likeliest_path():
