@@ -168,8 +168,8 @@ class Layout:
 
     @classmethod
     def preset(cls, name: str, text_size: int | None = None) -> Layout:
-        """`mini-omni` (7 SNAC streams, delays 1..7, sampled fill), `snac` (the same, padded fill), `mimi` (8 streams) or
-        `codec2` (4 streams)."""
+        """`mini-omni` (7 SNAC streams, delays 1..7, sampled fill), `snac` (the same, padded fill), `mimi`, `codec2-1600` (8
+        streams) or `codec2` (4)."""
         if name not in _PRESETS:
             raise UserError(f"layout preset {name!r} is unknown; known: {', '.join(_PRESETS)}")
         sizes, specials, size, rows, fill = _PRESETS[name]
@@ -332,6 +332,7 @@ _PRESETS: dict[str, tuple[list[int], int, int, int, Literal["pad", "sampled"]]] 
     "snac": ([4096] * 7, 64, 151936, 152000, "pad"),
     "mimi": ([2048] * 8, 64, 151936, 152000, "pad"),
     "codec2": ([512, 512, 16, 64], 8, 256, 0, "pad"),
+    "codec2-1600": ([512, 128, 128, 512, 256, 256, 256, 256], 8, 256, 0, "pad"),
 }
 """Codebooks, special ids, ids and rows of the text, and fill of each preset."""
 

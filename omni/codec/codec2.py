@@ -1,8 +1,9 @@
-"""Codec2 in mode 700C: codes speech at 8 kHz as 25 frames a second of four codes; has no weights.
+"""Codec2: codes speech at 8 kHz as 25 frames a second of four codes (mode 700C) or of eight (mode 1600); has no weights.
 
 A frame of 320 samples is 28 bits; in their order, most significant first: spectrum 9 + 9, energy 4, pitch 6
-(pitch 0: unvoiced). Format: codec2 1.2, `codec2_encode_700c`. The C library comes with the wheel of
-`pycodec2` (LGPL-2.1). Decoded sound lags the encoded sound by about 30 ms.
+(pitch 0: unvoiced). Format: codec2 1.2, `codec2_encode_700c`. In mode 1600 it is 64 bits (`codec2_encode_1600`), cut into
+codes: voicing 2 and pitch 7 | energy 5, voicing 2 | pitch 7 | energy 5, line spectrum 4 | spectrum 4 + 4 | 4 + 4 | 4 + 4 |
+3 + 3 + 2. The C library comes with the wheel of `pycodec2` (LGPL-2.1). Decoded sound lags the encoded sound by about 30 ms.
 
 The library draws the phases of unvoiced frames from one random state per process, so its decoders disturb each other and no
 decoding can be repeated exactly. Here every stream loads its own copy of the library, with a fresh state: the dynamic loader
@@ -20,6 +21,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,31 +75,46 @@ def load_private(path: str) -> ctypes.CDLL:
 _contents = functools.cache(Path.read_bytes)
 
 
-MODE_700C = 8  # codec2.h
 FRAME_SAMPLES = 320
-FRAME_BYTES = 4  # 28 bits, and 4 of padding at the end
-FIELD_BITS = (9, 9, 4, 6)
 NOISES = 1024  # number of different noise sequences, chosen by the seed
 
-_SHIFTS = np.array([23, 14, 10, 4], dtype=np.uint32)[:, None]  # of each field in the big-endian 32-bit word
-_MASKS = np.array([2**bits - 1 for bits in FIELD_BITS], dtype=np.uint32)[:, None]
+
+@dataclass(frozen=True)
+class Mode:
+    """Its number in codec2.h, and the bits of a frame's codes."""
+
+    number: int
+    bits: tuple[int, ...]
+
+    @property
+    def frame_bytes(self) -> int:
+        return -(-sum(self.bits) // 8)
+
+    @property
+    def shifts(self) -> np.ndarray:
+        """[K, 1], of each code in the big-endian word of 64 bits that a frame begins."""
+        return (64 - np.cumsum(self.bits)).astype(np.uint64)[:, None]
+
+
+MODES = {"codec2": Mode(8, (9, 9, 4, 6)), "codec2-1600": Mode(2, (9, 7, 7, 9, 8, 8, 8, 8))}
 
 
 class Codec2Codec(AudioCodec):
-    """Codec2 700C behind the `AudioCodec` contract: K = 4 streams of 512, 512, 16 and 64 codes, 25 frames/s.
+    """Codec2 behind the `AudioCodec` contract, 25 frames/s: `codec2` has K = 4 streams of 512, 512, 16 and 64 codes (mode
+    700C), `codec2-1600` 8 of 512, 128, 128, 512 and four times 256.
 
     Always computes on the CPU. May be used from any thread or worker process, and pickled. Raises PackageError
     where `pycodec2` is not installed.
     """
 
-    name = "codec2"
     sample_rate = 8000
     frame_samples = FRAME_SAMPLES
-    codebook_sizes = tuple(2**bits for bits in FIELD_BITS)
     portable = True
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "codec2") -> None:
         library_path()  # so that a missing package raises here, not at the first sound
+        self.name, self.mode = name, MODES[name]
+        self.codebook_sizes = tuple(2**bits for bits in self.mode.bits)
 
     def stream(self, seed: int = 0) -> CodecStream:
         """A new decoder; `seed` modulo 1024 chooses the noise of its unvoiced frames."""
@@ -110,15 +127,15 @@ class Codec2Codec(AudioCodec):
         pcm = np.zeros((self.frames(audio.numel()), FRAME_SAMPLES), dtype=np.int16)
         samples = (audio * 32768).round().clamp(-32768, 32767).to(torch.int16)
         pcm.reshape(-1)[: audio.numel()] = samples.numpy()
-        packed = np.zeros((len(pcm), FRAME_BYTES), dtype=np.uint8)
+        packed = np.zeros((len(pcm), self.mode.frame_bytes), dtype=np.uint8)
         library = _declare(ctypes.CDLL(library_path()))  # shared: encoding draws no random numbers
-        state = library.codec2_create(MODE_700C)
+        state = library.codec2_create(self.mode.number)
         try:
             for frame in range(len(pcm)):
                 library.codec2_encode(state, packed[frame].ctypes.data, pcm[frame].ctypes.data)
         finally:
             library.codec2_destroy(state)
-        return unpack(packed)
+        return unpack(packed, self.mode)
 
 
 class _Codec2Stream(CodecStream):
@@ -127,7 +144,8 @@ class _Codec2Stream(CodecStream):
     def __init__(self, codec: Codec2Codec, seed: int) -> None:
         super().__init__(codec)
         self._library = _declare(load_private(library_path()))
-        self._state = self._library.codec2_create(MODE_700C)
+        self.mode = codec.mode
+        self._state = self._library.codec2_create(self.mode.number)
         self._call = ctypes.cast(self._library.codec2_decode, ctypes.c_void_p).value, self._state  # addresses
         self._release = weakref.finalize(self, _release, self._library, self._state)
         for _ in range(seed % NOISES):
@@ -157,12 +175,12 @@ class _Codec2Batch(CodecBatch):
 
 
 def _decoded(streams: Sequence[_Codec2Stream], codes: Tensor) -> np.ndarray:
-    """Sounds `[N, f * FRAME_SAMPLES]` (float32) of N streams; codes `[4, N * f]`, one stream after another."""
-    packed = pack(codes)
+    """Sounds `[N, f * FRAME_SAMPLES]` (float32) of N streams; codes `[K, N * f]`, one stream after another."""
+    packed = pack(codes, streams[0].mode)
     pcm = np.empty((len(streams), len(packed) // len(streams), FRAME_SAMPLES), dtype=np.int16)
     # Addresses are counted up here: those of slices take NumPy longer than the library takes for a frame.
     calls = np.array([stream._call for stream in streams])
-    _decode_all(calls, pcm.shape[1], packed.ctypes.data, pcm.ctypes.data)
+    _decode_all(calls, pcm.shape[1], packed.shape[1], packed.ctypes.data, pcm.ctypes.data)
     sounds: np.ndarray = pcm.reshape(len(streams), -1).astype(np.float32) / np.float32(32768)
     return sounds
 
@@ -181,25 +199,26 @@ def _call(context: Any, function: Any, state: Any, target: Any, source: Any) -> 
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _decode_all(calls: Any, frames: Any, source: Any, target: Any) -> None:
-    """Decode frames of each of N streams, whose functions and states `calls` [N, 2] are."""
+def _decode_all(calls: Any, frames: Any, size: Any, source: Any, target: Any) -> None:
+    """Decode frames of `size` bytes of each of N streams, whose functions and states `calls` [N, 2] are."""
     for n in range(len(calls)):
         for _ in range(frames):
             _call(calls[n, 0], calls[n, 1], target, source)  # type: ignore[call-arg]
-            source += FRAME_BYTES
+            source += size
             target += 2 * FRAME_SAMPLES
 
 
-def pack(codes: Tensor) -> np.ndarray:
-    """The library's bytes `[F, 4]` of codes `[4, F]`."""
-    words = np.bitwise_or.reduce(codes.numpy().astype(np.uint32) << _SHIFTS, axis=0)
-    return words.astype(">u4").view(np.uint8).reshape(-1, FRAME_BYTES)
+def pack(codes: Tensor, mode: Mode) -> np.ndarray:
+    """The library's bytes `[F, B]` of codes `[K, F]`."""
+    words = np.bitwise_or.reduce(codes.numpy().astype(np.uint64) << mode.shifts, axis=0)
+    return np.ascontiguousarray(words.astype(">u8").view(np.uint8).reshape(-1, 8)[:, : mode.frame_bytes])
 
 
-def unpack(packed: np.ndarray) -> Tensor:
-    """Codes `[4, F]` (int64) of the library's bytes `[F, 4]`."""
-    words = packed.reshape(-1).view(">u4").astype(np.uint32)
-    return torch.from_numpy(((words >> _SHIFTS) & _MASKS).astype(np.int64))
+def unpack(packed: np.ndarray, mode: Mode) -> Tensor:
+    """Codes `[K, F]` (int64) of the library's bytes `[F, B]`."""
+    words = np.pad(packed, ((0, 0), (0, 8 - mode.frame_bytes))).reshape(-1).view(">u8").astype(np.uint64)
+    masks = np.array([2**bits - 1 for bits in mode.bits], dtype=np.uint64)[:, None]
+    return torch.from_numpy(((words >> mode.shifts) & masks).astype(np.int64))
 
 
 @functools.cache

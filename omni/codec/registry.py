@@ -113,10 +113,21 @@ def load_if_given(name: str, folder: str | Path | None, device: str | torch.devi
 
 
 @register_codec("codec2", sample_rate=8000, frame_rate=25.0, codebook_sizes=(512, 512, 16, 64), layout="codec2")
-def _codec2(folder: Path | None, device: torch.device) -> AudioCodec:
+def _codec2(folder: Path | None, device: torch.device, name: str = "codec2") -> AudioCodec:
     from omni.codec.codec2 import Codec2Codec
 
-    return Codec2Codec()
+    return Codec2Codec(name)
+
+
+@register_codec(
+    "codec2-1600",
+    sample_rate=8000,
+    frame_rate=25.0,
+    codebook_sizes=(512, 128, 128, 512, 256, 256, 256, 256),
+    layout="codec2-1600",
+)
+def _codec2_1600(folder: Path | None, device: torch.device) -> AudioCodec:
+    return _codec2(folder, device, "codec2-1600")
 
 
 @register_codec(

@@ -44,7 +44,8 @@ class ConvertOptions:
         encoder_mode: padded (whole window then cut, as Whisper was trained: its default), variable (the audio there is) or
             chunked (audio that is still coming); what the others change of its frames is printed.
         encoder_window: seconds of the window, for short questions; by default the Whisper's own, 30.
-        codec: the codec that the model will speak: snac (default), codec2, mimi, mimi-16 or mimi-32.
+        codec: the codec that the model will speak: snac (default), codec2, codec2-1600, mimi, mimi-16 or
+            mimi-32.
         codec_folder: the codec's weights, put into the model folder.
         layout: order and delays of the streams: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream
             a codebook).

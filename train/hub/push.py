@@ -42,7 +42,7 @@ from train.trainer.logs import VALIDATION, read_table
 MODEL, ADAPTER = "model", "adapter"
 LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 """Files of the user's that go with a model."""
-EXTRAS = {"codec2": "[nano]", "snac": "[snac]"}
+EXTRAS = {"codec2": "[nano]", "codec2-1600": "[nano]", "snac": "[snac]"}
 """Extras of the package that a codec needs."""
 TEMPLATE = """\
 ---
