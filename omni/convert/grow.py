@@ -11,7 +11,7 @@ text alone, and before any training the grown model reads and writes text exactl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from whisper.model import sinusoids
 
-from omni.config import ModelConfig, ProjectorConfig
+from omni.config import DecoderConfig, ModelConfig, ProjectorConfig
 from omni.convert.contract import Foreign, TextConfig, shapes_of
 from omni.convert.huggingface import EMBEDDING, HEAD, pad_rows
 from omni.convert.lazy import Lazy, cast, joined
@@ -28,6 +28,7 @@ from omni.encoder.whisper import WhisperEncoder
 from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import SPECIALS, Layout
+from omni.model.blocks import Block, RMSNorm
 from omni.model.projector import Projector, TokenHead
 
 AUDIO_EMBEDDING, AUDIO_HEAD = "decoder.audio_embedding.weight", "decoder.audio_head.weight"
@@ -70,6 +71,7 @@ class Growth:
         layout: its text stream has as many ids as the language model's table has rows.
         rule: initialisation of new rows (`RULES`).
         combine: how embeddings of streams become one, as in `DecoderConfig`.
+        talker: number of its blocks, see `DecoderConfig`; 0 for none.
     """
 
     layout: Layout
@@ -78,6 +80,7 @@ class Growth:
     rule: str = "mean"
     combine: str = "sum"
     seed: int = 0
+    talker: int = 0
 
 
 def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype: torch.dtype) -> Foreign:
@@ -99,7 +102,8 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
         raise UserError(f"the layout's text stream has {layout.text.size} ids, the table of {text.path} has {known.size} rows")
     heard = encoder if isinstance(encoder, WhisperConfig) else encoder.config
     assert isinstance(heard, WhisperConfig)
-    decoder = replace(known.decoder, combine=growth.combine)  # type: ignore[arg-type]
+    talks = {"post_layers": growth.talker, "talker": True} if growth.talker else {}
+    decoder = replace(known.decoder, combine=growth.combine, **talks)  # type: ignore[arg-type]
     clips = growth.projector.kind == "transformer"
     config = ModelConfig(layout, heard, growth.projector, decoder, growth.codec, ctc="tokens" if clips else 0)
     tensors = dict(text.tensors)
@@ -114,9 +118,14 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
                 specials = _silent(specials, [SPECIALS["text"]["pad"]])
             tensors[table] = joined([text.tensors[table].to(dtype, table), specials])
         shared = RowStatistics(seen.mean / share, seen.deviation / math.sqrt(share))
+        if growth.talker:  # whose streams are beside no text: all rows together are of size 1, and so are the logits
+            scale = math.sqrt(streams if audio == AUDIO_EMBEDDING else decoder.width)
+            shared = RowStatistics(torch.zeros_like(seen.mean), torch.ones_like(seen.mean) / scale)
         rows = sum(stream.vocabulary for stream in layout.audio)
-        tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
+        tensors[audio] = _new_rows(audio, rows, shared, replace(growth, rule="normal") if growth.talker else growth, dtype)
     tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], pad_rows(layout))
+    for part, kind, arguments in _talker(decoder):
+        tensors |= fresh(kind, arguments, f"decoder.{part}.", growth.seed, dtype)
     tensors |= fresh(Projector, (growth.projector, heard.width, decoder.width), "projector.", growth.seed, dtype)
     if clips:  # with the head that aligns it, so that adapters trained with both fit
         rms = (own[EMBEDDING].mean.square() + own[EMBEDDING].deviation.square()).mean().sqrt()
@@ -130,6 +139,14 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
     else:
         tensors |= fresh(WhisperEncoder, (encoder,), "encoder.", growth.seed, dtype)
     return Foreign("omni", text.path, config, cast(tensors, dtype), text.tokenizer, extra=text.extra)
+
+
+def _talker(decoder: DecoderConfig) -> Iterator[tuple[str, type[nn.Module], tuple[object, ...]]]:
+    """The parts of a talker: name, kind, and what it is made of."""
+    if decoder.talker:
+        yield from ((f"post_blocks.{layer}", Block, (decoder,)) for layer in range(decoder.post_layers))
+        yield "post_norm", RMSNorm, (decoder.width,)
+        yield "post_input", nn.Linear, (2 * decoder.width, decoder.width, False)
 
 
 def with_encoder(model: Foreign, encoder: Foreign) -> Foreign:

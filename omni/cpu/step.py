@@ -70,6 +70,8 @@ class DecoderStep:
         compiled.rope_cos_sin(np.ascontiguousarray(input_pos.numpy()[:, 0]), decoder.rope.numpy(), cos, sin)
         outputs = list[Tensor]()
         for norm, layers in ((decoder.norm, range(first)), (decoder.post_norm, range(first, len(blocks)))):
+            if layers.start and decoder.post_input is not None:
+                x = decoder.talker_input(outputs[0], tokens)[:, 0].numpy().copy()
             for shape, run in groupby(layers, lambda layer: None if (step := steps[layer]) is None else step.shape):
                 neighbours = [*run]
                 if shape is not None and shape.dtype == "float32":
@@ -111,7 +113,9 @@ class DecoderStep:
     def _embed(self, decoder: Any, tokens: Tensor) -> Array | None:
         """Embeddings [B, W] of one column, in memory of their own; None where they are not float32."""
         tables = decoder.audio_embedding, decoder.text_embedding
-        if any(type(table) is not nn.Embedding or has_forward_hooks(table) for table in tables):
+        if decoder.post_input is not None or any(
+            type(table) is not nn.Embedding or has_forward_hooks(table) for table in tables
+        ):
             x = decoder.embed(tokens)[:, 0]
             return x.numpy().copy() if x.dtype == torch.float32 else None
         audio, text = (table.weight.numpy(force=True) for table in tables)

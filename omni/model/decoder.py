@@ -54,6 +54,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.post_blocks = nn.ModuleList(Block(config) for _ in range(config.post_layers))
         self.post_norm = RMSNorm(config.width, eps=config.norm_eps) if config.post_layers else None
+        self.post_input = nn.Linear(2 * config.width, config.width, bias=False) if config.talker else None
         self.text_head = None if config.tie_text else nn.Linear(config.width, layout.text.vocabulary, bias=False)
         self.audio_head = nn.Linear(config.width, self.audio_offsets[-1], bias=False)
         self.register_buffer("rope", rope_frequencies(config), persistent=False)
@@ -97,7 +98,8 @@ class Decoder(nn.Module):
         """Embed tokens [B, K, T] (ids local to each stream) to [B, T, W]; features [N, W] are used where feature_index
         [B, T] >= 0."""
         a = self.layout.n_audio
-        audio, beside = self.audio_embedding(tokens[:, :a] + self.offsets).sum(1), None
+        text, beside = self.text_embedding(tokens[:, a]), None
+        audio = self.embed_audio(tokens) if self.post_input is None else torch.zeros_like(text)
         if features is not None and feature_index is not None:
             here = (feature_index >= 0)[..., None]
             # Columns without a feature take a row that has no gradient: summed up at one of the features, theirs would be added
@@ -109,10 +111,23 @@ class Decoder(nn.Module):
                 audio = torch.where(here, a * placed if self.config.combine == "mean" else placed, audio)
             else:
                 beside = torch.where(here, placed, 0)
-        x = audio + self.text_embedding(tokens[:, a])
+        x = audio + text
         if self.config.combine == "mean":
             x = x / len(self.layout)
         return x if beside is None else x + beside
+
+    def embed_audio(self, tokens: Tensor) -> Tensor:
+        """The sum of the audio streams' embeddings, [B, T, W]."""
+        return self.audio_embedding(tokens[:, : self.layout.n_audio] + self.offsets).sum(1)
+
+    def talker_input(self, hidden: Tensor, tokens: Tensor, order: Tensor | None = None) -> Tensor:
+        """What a talker's blocks take: the text head's states joined with the text's embedding, and the audio streams'."""
+        assert self.post_input is not None
+        text = F.rms_norm(self.text_embedding(tokens[:, self.layout.n_audio]), hidden.shape[-1:])
+        audio = self.embed_audio(tokens)
+        if order is not None:
+            text, audio = _columns(text, order), _columns(audio, order)
+        return self.post_input(torch.cat([hidden, text.to(hidden.dtype)], -1)) + audio
 
     def forward(
         self,
@@ -161,6 +176,7 @@ class Decoder(nn.Module):
             x = run_block(block, recompute, x, rope, mask, cache, layer)
         text = audio = self.norm(x)
         if self.post_norm is not None:
+            x = x if self.post_input is None else self.talker_input(text, tokens, order)
             for layer, block in enumerate(self.post_blocks, len(self.blocks)):
                 x = run_block(block, recompute, x, rope, mask, cache, layer)
             audio = self.post_norm(x)

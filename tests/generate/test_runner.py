@@ -72,7 +72,8 @@ def collect(runner: Runner, said: dict[RunnerRow, list[StepOutput]], steps: int)
         runner.step()
 
 
-SHAPES = {"full": {}, "window": {"window": 7}, "post": {"post_layers": 1, "qk_norm": True}}
+SHAPES = {"full": {}, "window": {"window": 7}, "post": {"post_layers": 1, "qk_norm": True},
+          "talker": {"post_layers": 1, "talker": True, "combine": "sum"}}  # fmt: skip
 
 
 @pytest.fixture(params=SHAPES)

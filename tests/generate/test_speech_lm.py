@@ -57,6 +57,24 @@ def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str,
         assert again.tokens != alone[1].tokens  # a seed matters
 
 
+TALKER = {"post_layers": 2, "talker": True, "combine": "sum"}
+
+
+def test_above_a_talker_the_same_is_written_whether_it_is_spoken_or_not(layout: Layout) -> None:
+    """With the sound that it would have with the text alone in view, step for step as in training."""
+    lm = make_lm(layout, **TALKER)
+    limits: dict[str, Any] = {"max_seconds": 0.6, "max_tokens": 12}
+    for question, spoken, written in (("hello you", "T1A2", "T1T2"), (tone(0.3), "A1A2", "A1T2")):
+        found, wanted = (lm.generate(question, task, **limits) for task in (spoken, written))
+        both = min(len(found.tokens), len(wanted.tokens))  # as long as sound, or text, may be
+        assert found.tokens[:both] == wanted.tokens[:both] != () and found.audio is not None and len(found.audio)
+    first = lm.generate("hello you", "T1A2", **limits)
+    with torch.no_grad():
+        lm.model.decoder.audio_embedding.weight.normal_()
+    other = lm.generate("hello you", "T1A2", **limits)
+    assert other.tokens == first.tokens and not torch.equal(first.codes, other.codes)
+
+
 @pytest.mark.sampled(1)
 def test_system_messages_are_of_their_own_rows(layout: Layout) -> None:
     lm = make_lm(layout)

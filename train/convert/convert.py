@@ -235,7 +235,7 @@ def grow_speech_model(
     hidden = options.projector_hidden or text.config.decoder.mlp_width
     projector = ProjectorConfig(options.projector, hidden, options.projector_stack)
     encoder = choose_encoder(options)
-    growth = Growth(layout, codec, projector, options.init, options.combine, options.seed)
+    growth = Growth(layout, codec, projector, options.init, options.combine, options.seed, options.talker)
     model = grow(text, encoder, growth, dtype)
     heard = f"the encoder of {encoder.path}" if isinstance(encoder, Foreign) else f"a random {options.encoder} encoder"
     words = f"{text.path} grown by the rule {options.init}, with {heard}{chat_words(text)}"

@@ -44,12 +44,12 @@ class ConvertOptions:
         encoder_mode: padded (whole window then cut, as Whisper was trained: its default), variable (the audio there is) or
             chunked (audio that is still coming); what the others change of its frames is printed.
         encoder_window: seconds of the window, for short questions; by default the Whisper's own, 30.
-        codec: the codec that the model will speak: snac (default), codec2, codec2-1600, mimi, mimi-16 or
-            mimi-32.
+        codec: the codec that the model will speak: snac (default), codec2, codec2-1600, mimi, mimi-16 or mimi-32.
         codec_folder: the codec's weights, put into the model folder.
         layout: order and delays of the streams: mini-omni, snac or codec2; by default the codec's (of mimi, one delayed stream
             a codebook).
         combine: whether streams' embeddings are summed (text is then unchanged) or averaged (as mini-omni does).
+        talker: blocks that speak, and hear what is said, above a language model that only writes; 0: it does both.
         projector: linear, mlp, gated (mini-omni's), or transformer, with a head that reads it as tokens (docs/training.md).
         projector_hidden: inner size of the MLP; by default the language model's.
         projector_stack: encoder frames in one position.
@@ -74,6 +74,7 @@ class ConvertOptions:
     codec_folder: Path | None = None
     layout: str | None = None
     combine: Literal["sum", "mean"] = "sum"
+    talker: int = 0
     projector: Literal["linear", "mlp", "gated", "transformer"] = "gated"
     projector_hidden: int | None = None
     projector_stack: int = 1
