@@ -61,8 +61,6 @@ class TokenHead(nn.Module):
     """Reads features as tokens of the text stream, or none (CTC): a token's logit is the product of feature and text embedding,
     both normalised, times a learnt temperature; the blank has a linear layer. What it reads is what the decoder takes."""
 
-    LIKELIEST = 16
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.blank = nn.Linear(width, 1)
@@ -82,50 +80,32 @@ class TokenHead(nn.Module):
         """The normalised rows [V, W] of the text embedding, which the head does not train."""
         return F.normalize(embedding.detach(), dim=-1).to(dtype)
 
+    @torch.no_grad()
+    def best(self, features: Tensor, embedding: Tensor, classifier: Tensor | None = None) -> Tensor:
+        """The likeliest token of each of features [N, W], -1 for none; `classifier`: where it is made already."""
+        x, blank = self(features)
+        table = self.classifier(embedding, multiplied_in(features)) if classifier is None else classifier
+        values, ids = zip(*((part.to(table) @ table.T).max(1) for part in x.split(1024)), strict=True)
+        return torch.where(torch.cat(values) > blank, torch.cat(ids), -1)
+
+    def best_path(self, features: Tensor, embedding: Tensor) -> list[int]:
+        """Ids of the likeliest tokens of a clip's features [N, W], one after another, without blanks and repetitions."""
+        return [i for i in self.best(features, embedding).unique_consecutive().tolist() if i >= 0]
+
     def read(
         self, features: Tensor, counts: Sequence[int], embedding: Tensor, classifier: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What the decoder takes in place of features [N, W] of clips of `counts`: at a clip's end the embeddings of its
         `best_path`, as if these tokens were written; and which of the N it does not see, those before: [N] bool. A clip in
-        which nothing is heard is one `silence`. The gradient is that of the mean of the likeliest tokens' embeddings, by
-        likelihood, over a token's positions (straight-through; LegoSLM, arXiv 2505.11352, gives the decoder these means).
-        `classifier`: where it is made already. The host waits for no device."""
-        x, blank = self(features)
-        embedding = embedding.detach()
-        with torch.no_grad():
-            table = self.classifier(embedding, multiplied_in(features)) if classifier is None else classifier
-            likeliest = torch.cat([(part.to(table) @ table.T).topk(self.LIKELIEST).indices for part in x.split(1024)])
-        tokens = embedding[likeliest].float()
-        logits = (F.normalize(tokens, dim=-1) @ x[:, :, None])[..., 0]
-        mean = (logits.softmax(1)[..., None] * tokens).sum(1)
-        best = torch.where(logits.amax(1) > blank, likeliest.gather(1, logits.argmax(1, keepdim=True))[:, 0], -1)
-        clip = to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)), features.device)
-        last = to_device(torch.tensor(counts).cumsum(0) - 1, features.device)
-        vectors, left_out = self._together(mean, embedding, best, clip, last)
-        return vectors.to(features.dtype), left_out
-
-    def _together(self, mean: Tensor, embedding: Tensor, best: Tensor, clip: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """One embedding for each run of the same token of `best` [N] (-1: blank) in a `clip` [N], with the gradient of the
-        run's `mean` [N, W], behind the clip's blanks; and which are not to be seen. `last`: of each clip."""
-        first = torch.ones_like(best, dtype=torch.bool)
-        first[1:] = (best[1:] != best[:-1]) | (clip[1:] != clip[:-1])
-        run, spoken = first.cumsum(0) - 1, first & (best >= 0)
-        sums = torch.zeros_like(mean).index_add(0, run, mean)
-        sizes = torch.zeros_like(best).index_add(0, run, torch.ones_like(best))
-        means = (sums / sizes.clamp_min(1)[:, None])[run]
-        read = torch.where(
-            spoken[:, None], embedding[best.clamp_min(0)].float() + (means - means.detach()), self.silence.float()
-        )
+        which nothing is heard is one `silence`. No loss of the decoder reaches the features; the host waits for no device."""
+        best = self.best(features, embedding, classifier)
+        clip = to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)), best.device)
+        spoken = best >= 0
+        spoken[1:] &= (best[1:] != best[:-1]) | (clip[1:] != clip[:-1])
+        read = torch.where(spoken[:, None], embedding.detach()[best.clamp_min(0)], self.silence).to(features.dtype)
         order = (2 * clip + spoken).argsort(stable=True)
-        seen = spoken[order].index_fill(0, last, True)
-        return read[order], ~seen
-
-    def best_path(self, features: Tensor, embedding: Tensor) -> list[int]:
-        """Ids of the likeliest tokens of a clip's features [N, W], one after another, without blanks and repetitions."""
-        x, blank = self(features)
-        best = (x @ self.classifier(embedding, x.dtype).T).max(1)
-        ids = torch.where(best.values > blank, best.indices, -1).unique_consecutive().tolist()
-        return [i for i in ids if i >= 0]
+        last = to_device(torch.tensor(counts).cumsum(0) - 1, best.device)
+        return read[order], ~spoken[order].index_fill(0, last, True)
 
 
 class Projector(nn.Module):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from omni.config import ProjectorConfig
 from omni.errors import UserError
-from omni.model.projector import Projector, TokenHead
+from omni.model.projector import Projector
 from omni.model.speech_model import SpeechModel
 from tests.train.data.toys import TOKENIZER
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
@@ -211,31 +211,22 @@ def test_alignments_spell_by_sounds_as_well():
     assert min(every) > 0 and max(every) < both.sound_size  # 0 is the blank
 
 
-@pytest.mark.parametrize("likeliest", [4, 28])
-def test_the_decoder_takes_the_tokens_that_the_head_reads(likeliest, monkeypatch):
-    """Behind a clip's blanks, which it does not see. Their gradient is that of the mean of embeddings by the softmax over all
-    tokens, or some; a clip in which nothing is heard is one silence."""
+def test_the_decoder_takes_the_tokens_that_the_head_reads():
+    """Behind a clip's blanks, which it does not see; a clip in which nothing is heard is one silence."""
     torch.manual_seed(0)
     model = SpeechModel(HEARING)
     head, table = model.alignment_head, model.decoder.text_embedding.weight.detach()
     torch.nn.init.normal_(head.silence)
     head.log_temperature.data.fill_(1.0)
-    monkeypatch.setattr(TokenHead, "LIKELIEST", likeliest)
     ids, counts = [7, -1, 7, 7, 9, -1, 9, 9, -1, 3, -1, -1], [7, 3, 2]  # a token goes on in another clip
     head.blank.weight.data = 3 * F.normalize(torch.randn_like(head.blank.weight), dim=-1)
     features = torch.stack([head.blank.weight.detach()[0] if i < 0 else table[i] for i in ids]).requires_grad_()
-    logits = F.normalize(features, dim=-1) @ F.normalize(table, dim=-1).T * table.shape[1] ** 0.5 * head.log_temperature.exp()
-    cut = logits.topk(likeliest).values[:, -1:]
-    each = logits.masked_fill(logits < cut, float("-inf")).softmax(-1) @ table
     taken, left_out = model.read(features, [2 * n for n in counts])
-    still, seen = head.silence, taken[~left_out]
     assert left_out.tolist() == [True] * 3 + [False] * 4 + [True] + [False] * 2 + [True, False]
-    torch.testing.assert_close(seen, torch.stack([*table[[7, 7, 9, 9, 9, 3]], still.detach()]))
+    assert taken[~left_out].equal(torch.stack([*table[[7, 7, 9, 9, 9, 3]], head.silence]))
     assert [len(clip) for clip in model.hear(features, [2 * n for n in counts])] == [4, 2, 1]
-    means = torch.stack([each[0], each[2:4].mean(0), each[4], each[6], each[7], each[9], still])
-    factor = torch.randn_like(means)
-    wanted = torch.autograd.grad((means * factor).sum(), [features, still])
-    torch.testing.assert_close(torch.autograd.grad((seen * factor).sum(), [features, still]), wanted)
+    taken.sum().backward()
+    assert features.grad is None and head.silence.grad is not None  # of every step, as DDP wants
 
 
 @pytest.mark.parametrize("packed", [True, False])
