@@ -147,18 +147,13 @@ class Projector(nn.Module):
             ValueError: tasks share parts, and none is given.
         """
         stacked = stack_frames(frames, counts, self.stack)
-        if self.hears_clips:
+        if isinstance(self.project, ClipTransformer):
             return self.project(stacked, [-(-n // self.stack) for n in counts])
         if not self.tasks:
             return self.project(stacked)
         if task is None:
             raise ValueError("this projector is gated by task: say what each clip is asked as")
         return self.project(stacked, self._task_indices(task, counts, stacked.device))
-
-    @property
-    def hears_clips(self) -> bool:
-        """Whether a feature depends on all of its clip."""
-        return isinstance(self.project, ClipTransformer)
 
     def _task_indices(self, task: Tensor | Sequence[str], counts: Sequence[int], device: torch.device) -> Tensor:
         """The index in the projector of each feature's task, [N]; a task that it has no part for counts as the first."""

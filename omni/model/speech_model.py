@@ -120,7 +120,7 @@ class SpeechModel(nn.Module):
     @property
     def hears_clips(self) -> bool:
         """Whether a feature depends on all of its clip."""
-        return self.projector.hears_clips or isinstance(self.alignment_head, TokenHead)
+        return isinstance(self.projector.project, ClipTransformer) or isinstance(self.alignment_head, TokenHead)
 
     def forward(
         self,
