@@ -16,12 +16,17 @@ others='{espeak:en-us+f5: 2, espeak:en-gb+m7: 2, espeak:en-us+m8: 2, flite:rms: 
 augment='{speed: [0.88, 1.14], noise_snr_db: [5, 30], noise_probability: 0.2, echo_probability: 0.2, band_probability: 0.15}'
 
 if [ ! -e models/smol-base ]; then
-    omni-train convert "$lm" models/smol-base --encoder "$whisper" --encoder_window 6 --codec codec2 --projector transformer \
-        --projector_hidden 768 --projector_stack 4
+    omni-train convert "$lm" models/smol-base --encoder "$whisper" --encoder_window 6 --codec codec2-1600 --talker 4 \
+        --projector transformer --projector_hidden 768 --projector_stack 4
 fi
 speak() { # TEXTS OUT VOICES [OPTIONS]: the texts as sounds, with what the encoder hears of them
     [ -e "$2" ] || omni-train data prepare "$1" "$2" --speak question --voice "$3" --frames models/smol-base --device "$device" \
         --speaking.rate '[115,215]' --speaking.pitch '[20,80]' --speaking.silence '[0.05,0.5]' "${@:4}"
+}
+say() { # TEXTS OUT: the texts as answers, in one voice
+    [ ! -e "$2" ] || return 0
+    awk 'NR == 1 { print "question_text,answer_text"; next } { print $0 "," $0 }' "$1" > "said-$1"
+    omni-train data prepare "said-$1" "$2" --speak answer --voice flite:slt --codec codec2-1600
 }
 [ -e sentences.csv ] || python "$configs/texts.py"
 for name in sentences questions; do
@@ -41,5 +46,10 @@ for name in '' -held-out; do
         --device "$device" --dtype bfloat16 --rows 64
 done
 omni-train fit "$configs/answering.yaml" --budget.minutes "$minutes"
+say sentences-train.csv data/speaking
+say sentences-held-out.csv data/speaking-held-out
+omni-train fit "$configs/speaking.yaml" --budget.minutes "$minutes" --fabric.devices $processes
+
 omni-train eval runs/smol-answering/model data/hearing-held-out --out reports/hearing --task A1T1
 omni-train eval runs/smol-answering/model data/answered-held-out --out reports/answering --task A1T2 --text true
+omni-train eval runs/smol-speaking/model data/speaking-held-out --out reports/speaking --task T1A2 --asr "$whisper"
