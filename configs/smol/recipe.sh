@@ -45,7 +45,7 @@ for name in '' -held-out; do
     [ -e "data/answered$name" ] || omni-train data answers models/smol-base "data/questions$name" "data/answered$name" \
         --device "$device" --dtype bfloat16 --rows 64
 done
-omni-train fit "$configs/answering.yaml" --budget.minutes "$minutes"
+omni-train fit "$configs/answering.yaml" --budget.minutes $(((minutes + 3) / 4))
 say sentences-train.csv data/speaking
 say sentences-held-out.csv data/speaking-held-out
 omni-train fit "$configs/speaking.yaml" --budget.minutes "$minutes" --fabric.devices $processes

@@ -42,7 +42,8 @@ class ClipTransformer(nn.Module):
         self.width, self.heads, self.near = width, settings.heads, Near(settings.window) if settings.window else None
         self.norm, self.up, self.down = nn.LayerNorm(inner), nn.Linear(inner, hidden), nn.Linear(hidden, width)
         self.blocks = nn.ModuleList(ClipBlock(width, settings) for _ in range(settings.layers))
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(1))  # trained below a head that does not feel it, it would wander to 0
 
     def forward(self, stacked: Tensor, counts: Sequence[int]) -> Tensor:
         """Features [N, W] of stacked frames [N, C] of clips of `counts`; a clip does not depend on the others."""
