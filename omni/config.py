@@ -62,8 +62,6 @@ class DecoderConfig:
         tie_text: the text head is the text embedding.
         combine: how the embeddings of the streams become one: `mean` (mini-omni) or `sum`.
         post_layers: blocks after the text head's branch, before the audio heads (mini-omni's TTS adapter).
-        talker: these take the text head's hidden states and the column's own embeddings, and the blocks before them do not hear
-            the audio streams (Qwen2.5-Omni's talker): what is written is the same whether it is spoken or not.
     """
 
     width: Size = 256
@@ -82,7 +80,6 @@ class DecoderConfig:
     tie_text: bool = False
     combine: Literal["mean", "sum"] = "mean"
     post_layers: Annotated[int, Field(ge=0, le=1000)] = 0
-    talker: bool = False
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -91,8 +88,6 @@ class DecoderConfig:
             raise UserError(f"decoder.width {self.width} is not a multiple of decoder.heads {self.heads}; set head_dim")
         if self.head_size % 2:
             raise UserError(f"decoder: head size {self.head_size} is odd; rotary positions need an even one")
-        if self.talker and (self.combine != "sum" or not self.post_layers):
-            raise UserError("decoder.talker needs decoder.post_layers, and decoder.combine: sum")
 
     @property
     def head_size(self) -> int:
@@ -197,6 +192,8 @@ class ModelConfig:
                 "turn is true, but the encoder's frames hear what comes after them: set encoder.mode to chunked, or turn to "
                 "false"
             )
+        if self.layout.talker and (self.decoder.combine != "sum" or not self.decoder.post_layers):
+            raise UserError("layout.talker needs decoder.post_layers, and decoder.combine: sum")
         delay, context = max(self.layout.delays), self.decoder.context
         if delay >= context:
             raise UserError(f"layout: a stream's delay is {delay}, but decoder.context is {context}; it must be less")
@@ -227,8 +224,8 @@ def to_dict(config: Any) -> dict[str, Any]:
         for part, key in ((data["layout"], "chat"), *((stream, "end") for stream in data["layout"]["streams"])):
             if part[key] is None:  # as folders have it that are older than these keys
                 del part[key]
-        if not data["decoder"]["talker"]:
-            del data["decoder"]["talker"]
+        if not data["layout"]["talker"]:
+            del data["layout"]["talker"]
     return data
 
 

@@ -133,12 +133,16 @@ class Layout:
         fill: ids of a predicted stream before its delay and after its end. `pad`: pad is forced when serving and left out
             of the loss. `sampled`: the model's own samples are fed back (mini-omni's weights); the loss then trains pad. Text
             after its end is pad in both.
+        talker: the decoder's post blocks alone hear and speak the audio streams, beside the text head's hidden states and the
+            text's embedding (Qwen2.5-Omni's talker): what is written is the same, spoken or not, and a conversation's earlier
+            answers are written ones.
     """
 
     streams: Annotated[tuple[Stream, ...], Field(max_length=MOST_STREAMS)]
     features: Literal["replace", "add"] = "replace"
     fill: Literal["pad", "sampled"] = "pad"
     chat: ChatFormat | None = None
+    talker: bool = False
 
     def __post_init__(self) -> None:
         kinds = [s.kind for s in self.streams]

@@ -71,7 +71,7 @@ class Growth:
         layout: its text stream has as many ids as the language model's table has rows.
         rule: initialisation of new rows (`RULES`).
         combine: how embeddings of streams become one, as in `DecoderConfig`.
-        talker: number of its blocks, see `DecoderConfig`; 0 for none.
+        talker: number of its blocks, see `Layout`; 0 for none.
     """
 
     layout: Layout
@@ -102,8 +102,8 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
         raise UserError(f"the layout's text stream has {layout.text.size} ids, the table of {text.path} has {known.size} rows")
     heard = encoder if isinstance(encoder, WhisperConfig) else encoder.config
     assert isinstance(heard, WhisperConfig)
-    talks = {"post_layers": growth.talker, "talker": True} if growth.talker else {}
-    decoder = replace(known.decoder, combine=growth.combine, **talks)  # type: ignore[arg-type]
+    layout = replace(layout, talker=growth.talker > 0)
+    decoder = replace(known.decoder, combine=growth.combine, post_layers=growth.talker)  # type: ignore[arg-type]
     clips = growth.projector.kind == "transformer"
     config = ModelConfig(layout, heard, growth.projector, decoder, growth.codec, ctc="tokens" if clips else 0)
     tensors = dict(text.tensors)
@@ -143,7 +143,7 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
 
 def _talker(decoder: DecoderConfig) -> Iterator[tuple[str, type[nn.Module], tuple[object, ...]]]:
     """The parts of a talker: name, kind, and what it is made of."""
-    if decoder.talker:
+    if decoder.post_layers:
         yield from ((f"post_blocks.{layer}", Block, (decoder,)) for layer in range(decoder.post_layers))
         yield "post_norm", RMSNorm, (decoder.width,)
         yield "post_input", nn.Linear, (2 * decoder.width, decoder.width, False)

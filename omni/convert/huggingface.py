@@ -289,7 +289,7 @@ def _silent_embedding(source: Foreign, config: ModelConfig, size: int) -> tuple[
     table, audio = source.tensors[EMBEDDING].rows(0, size), source.tensors["decoder.audio_embedding.weight"]
     silence = torch.stack([audio.read(row, row + 1)[0].float() for row in pad_rows(config.layout)]).sum(0)
     scale = 1 / len(config.layout) if config.decoder.combine == "mean" else 1.0
-    if config.decoder.talker or (scale == 1 and not bool(silence.any())):
+    if config.layout.talker or (scale == 1 and not bool(silence.any())):
         return table, False
 
     read = lambda start, stop: ((table.read(start, stop).float() + silence) * scale).to(table.dtype)  # noqa: E731

@@ -71,6 +71,7 @@ class DecoderStep:
         outputs = list[Tensor]()
         for norm, layers in ((decoder.norm, range(first)), (decoder.post_norm, range(first, len(blocks)))):
             if layers.start and decoder.post_input is not None:
+                outputs[0] = torch.where(decoder.written(tokens)[..., None], outputs[0], 0)
                 x = decoder.talker_input(outputs[0], tokens)[:, 0].numpy().copy()
             for shape, run in groupby(layers, lambda layer: None if (step := steps[layer]) is None else step.shape):
                 neighbours = [*run]

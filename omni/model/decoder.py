@@ -32,6 +32,12 @@ class Hidden(NamedTuple):
     audio: Tensor
 
 
+class _Where(NamedTuple):
+    rope: tuple[Tensor, Tensor]
+    mask: Tensor | PackedRows | None
+    cache: Cache | None
+
+
 class Decoder(nn.Module):
     """Embeddings of the streams, transformer blocks, and one head for text and one for all audio streams.
 
@@ -54,7 +60,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.width, eps=config.norm_eps)
         self.post_blocks = nn.ModuleList(Block(config) for _ in range(config.post_layers))
         self.post_norm = RMSNorm(config.width, eps=config.norm_eps) if config.post_layers else None
-        self.post_input = nn.Linear(2 * config.width, config.width, bias=False) if config.talker else None
+        self.post_input = nn.Linear(2 * config.width, config.width, bias=False) if layout.talker else None
         self.text_head = None if config.tie_text else nn.Linear(config.width, layout.text.vocabulary, bias=False)
         self.audio_head = nn.Linear(config.width, self.audio_offsets[-1], bias=False)
         self.register_buffer("rope", rope_frequencies(config), persistent=False)
@@ -120,14 +126,16 @@ class Decoder(nn.Module):
         """The sum of the audio streams' embeddings, [B, T, W]."""
         return self.audio_embedding(tokens[:, : self.layout.n_audio] + self.offsets).sum(1)
 
-    def talker_input(self, hidden: Tensor, tokens: Tensor, order: Tensor | None = None) -> Tensor:
+    def written(self, tokens: Tensor, feature_index: Tensor | None = None) -> Tensor:
+        """Columns [B, T] with text, or a feature."""
+        text = tokens[:, -1] != self.layout.text.special("pad")
+        return text if feature_index is None else text | (feature_index >= 0)
+
+    def talker_input(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """What a talker's blocks take: the text head's states joined with the text's embedding, and the audio streams'."""
         assert self.post_input is not None
         text = F.rms_norm(self.text_embedding(tokens[:, self.layout.n_audio]), hidden.shape[-1:])
-        audio = self.embed_audio(tokens)
-        if order is not None:
-            text, audio = _columns(text, order), _columns(audio, order)
-        return self.post_input(torch.cat([hidden, text.to(hidden.dtype)], -1)) + audio
+        return self.post_input(torch.cat([hidden, text.to(hidden.dtype)], -1)) + self.embed_audio(tokens)
 
     def forward(
         self,
@@ -150,10 +158,36 @@ class Decoder(nn.Module):
             stepped = self.step(self, tokens, input_pos, cache)
             if stepped is not None:
                 return Hidden(*stepped)
-        x, order = self.embed(tokens, features, feature_index), None
+        x, whole, order = self.embed(tokens, features, feature_index), tokens.shape[2], None
+        written = self.written(tokens, feature_index)
         if left_out is not None and feature_index is not None:
-            order, segments, packed = set_aside(left_out, feature_index, segments, packed)
-            x = _columns(x, order)
+            order, segments, packed = seen_first(~F.pad(left_out, (0, 1))[feature_index], segments, packed)  # -1: the last
+            x, written = _columns(x, order), written.gather(1, order)
+            tokens = tokens.gather(2, order[:, None].expand(-1, tokens.shape[1], -1))
+        where = self._where(x, segments, packed, positions, input_pos, cache)
+        if self.post_input is None:
+            x = self._run(self.blocks, 0, x, where)
+            text = audio = self.norm(x)
+        else:
+            text = audio = self._write(x, written, segments, packed, where)
+            x = self.talker_input(text, tokens)
+        if self.post_norm is not None:
+            audio = self.post_norm(self._run(self.post_blocks, len(self.blocks), x, where))
+        if order is None:
+            return Hidden(text, audio)
+        audio, separate = _put_back(audio, order, whole), audio is not text
+        return Hidden(_put_back(text, order, whole) if separate else audio, audio)
+
+    def _where(
+        self,
+        x: Tensor,
+        segments: Tensor | None,
+        packed: PackedRows | None,
+        positions: Tensor | None = None,
+        input_pos: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> _Where:
+        """What the blocks are given beside columns x [B, T, W]."""
         mask: Tensor | PackedRows | None
         if input_pos is not None and cache is not None:
             mask = cache.begin_forward(input_pos)
@@ -165,26 +199,29 @@ class Decoder(nn.Module):
             if packed is not None and apart:
                 mask = packed._replace(window=window)
             else:
-                mask = causal_mask(tokens.shape[2], segments, window, tokens.device)
+                mask = causal_mask(x.shape[1], segments, window, x.device)
             if positions is None:
-                positions = default_positions(tokens.shape[0], tokens.shape[2], segments, tokens.device)
-        rope = rope_table(self.rope, positions)
+                positions = default_positions(x.shape[0], x.shape[1], segments, x.device)
         if isinstance(mask, Tensor):  # converted once, instead of in the attention of every layer
             mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill(~mask, float("-inf"))
-        recompute = self.checkpointing if cache is None else False
-        for layer, block in enumerate(self.blocks):
-            x = run_block(block, recompute, x, rope, mask, cache, layer)
-        text = audio = self.norm(x)
-        if self.post_norm is not None:
-            x = x if self.post_input is None else self.talker_input(text, tokens, order)
-            for layer, block in enumerate(self.post_blocks, len(self.blocks)):
-                x = run_block(block, recompute, x, rope, mask, cache, layer)
-            audio = self.post_norm(x)
-        if order is None:
-            return Hidden(text, audio)
-        order = order.argsort(1)
-        text, separate = _columns(text, order), audio is not text
-        return Hidden(text, _columns(audio, order) if separate else text)
+        return _Where(rope_table(self.rope, positions), mask, cache)
+
+    def _run(self, blocks: nn.ModuleList, first: int, x: Tensor, where: _Where) -> Tensor:
+        recompute = self.checkpointing if where.cache is None else False
+        for layer, block in enumerate(blocks, first):
+            x = run_block(block, recompute, x, *where, layer)
+        return x
+
+    def _write(self, x: Tensor, written: Tensor, segments: Tensor | None, packed: PackedRows | None, where: _Where) -> Tensor:
+        """States [B, T, W] of a language model below a talker: zeros where nothing is written, columns that it does not see."""
+        if where.cache is not None:  # they come when all is written
+            y = self.norm(self._run(self.blocks, 0, x, where))
+        else:
+            order, segments, packed = seen_first(written, segments, packed)
+            read = _columns(x, order)
+            y = self.norm(self._run(self.blocks, 0, read, self._where(read, segments, packed)))
+            y = _put_back(y, order, x.shape[1])
+        return torch.where(written[..., None], y, 0)
 
     # --- heads -----------------------------------------------------------------------------------------------------
 
@@ -235,26 +272,32 @@ def _weight(head: nn.Linear | nn.Embedding) -> Tensor:
     return dense_weight(head) if is_quantized(head) else head.weight
 
 
-def set_aside(
-    left_out: Tensor, feature_index: Tensor, segments: Tensor | None, packed: PackedRows | None
-) -> tuple[Tensor, Tensor, PackedRows | None]:
-    """An order [B, T] of columns in which those of features that are left out [N] come first in their segment, as one of their
-    own; and the segments and their bounds in it. The host waits for no device."""
-    unseen = F.pad(left_out, (0, 1))[feature_index]  # -1: the last
-    if segments is None:
-        segments = torch.zeros_like(feature_index)
+def seen_first(seen: Tensor, segments: Tensor | None, packed: PackedRows | None) -> tuple[Tensor, Tensor, PackedRows | None]:
+    """An order [B, T] of columns in which each row's other columns follow those seen [B, T], as a segment of their own; and the
+    segments and their bounds in it. On a CPU it ends with the last seen of the longest row; a GPU is not waited for."""
+    rows, time = seen.shape
+    segments = torch.zeros_like(seen, dtype=torch.long) if segments is None else segments
     rank = F.pad((segments[:, 1:] != segments[:, :-1]).cumsum(1), (1, 0))
-    segments, order = (2 * rank + ~unseen).sort(stable=True, dim=1)
+    rank, order = torch.where(seen, rank, time).sort(stable=True, dim=1)
+    kept = time if seen.is_cuda else max(int(seen.sum(1).max()), 1)
     if packed is not None:
-        before, ends = F.pad(unseen.flatten().cumsum(0), (1, 0)), packed.ends
-        apart = torch.stack([ends[:-1], ends[:-1] + before[ends[1:]] - before[ends[:-1]]], 1)
-        packed = packed._replace(ends=torch.cat([apart.flatten(), ends[-1:]]).int())
-    return order, segments, packed
+        before, row = F.pad(seen.flatten().cumsum(0), (1, 0)), packed.ends.long() // time
+        at = torch.arange(rows, device=seen.device)
+        ends = row * kept + before[packed.ends.long()] - before[row * time]
+        others = at * kept + before[(at + 1) * time] - before[at * time]
+        packed = packed._replace(ends=torch.cat([ends, others]).sort().values.int())
+    return order[:, :kept], rank[:, :kept], packed
 
 
 def _columns(x: Tensor, order: Tensor) -> Tensor:
-    """The columns of x [B, T, W] in an order [B, T]."""
-    return x.gather(1, order[..., None].expand(x.shape))
+    """The columns of x [B, T, W] in an order."""
+    return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _put_back(x: Tensor, order: Tensor, time: int) -> Tensor:
+    """`_columns` back in their places, [B, T, W]; zeros in others."""
+    index = order[..., None].expand(x.shape)
+    return x.new_zeros(len(x), time, x.shape[-1]).scatter(1, index, x)
 
 
 def default_positions(batch: int, time: int, segments: Tensor | None, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def make_model(
     **decoder: object,
 ) -> SpeechModel:
     """A random model, with weights large enough that its choices vary from step to step."""
+    layout = replace(layout, talker=bool(decoder.pop("talker", False)))
     shape = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 48, "context": 512} | decoder
     config = ModelConfig(
         layout=layout,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import omni
+from omni import tasks
 from omni.audio.io import audio_info, read_audio
 from omni.checkpoint.folder import save_folder
 from omni.codec.registry import CODECS, CodecSpec
@@ -22,6 +23,7 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
+from omni.tasks import Turn, as_written, example, join, prompt
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, tone
 from tests.generate.session_toys import equal, same
@@ -60,19 +62,33 @@ def test_a_batch_equals_its_rows(layout: Layout, sampling: Any, shape: dict[str,
 TALKER = {"post_layers": 2, "talker": True, "combine": "sum"}
 
 
-def test_above_a_talker_the_same_is_written_whether_it_is_spoken_or_not(layout: Layout) -> None:
-    """With the sound that it would have with the text alone in view, step for step as in training."""
-    lm = make_lm(layout, **TALKER)
-    limits: dict[str, Any] = {"max_seconds": 0.6, "max_tokens": 12}
+def test_above_a_talker_the_same_is_written_whether_it_is_spoken_or_not() -> None:
+    """What follows in a conversation is that of the written one; and training computes what is sampled, step for step."""
+    lm = make_lm(LAYOUTS["pad"], **TALKER)
+    layout = lm.layout
+    limits: dict[str, Any] = {"max_seconds": 0.6, "max_tokens": 12, "sampling": GREEDY}
     for question, spoken, written in (("hello you", "T1A2", "T1T2"), (tone(0.3), "A1A2", "A1T2")):
         found, wanted = (lm.generate(question, task, **limits) for task in (spoken, written))
-        both = min(len(found.tokens), len(wanted.tokens))  # as long as sound, or text, may be
-        assert found.tokens[:both] == wanted.tokens[:both] != () and found.audio is not None and len(found.audio)
-    first = lm.generate("hello you", "T1A2", **limits)
+        assert found.tokens[:12] == wanted.tokens[:12] != ()
+    session = lm.session(**limits)
+    session.ask("hello you", "T1A2").answer()
+    asked = Turn("T1T2", question=tuple(lm.tokenizer.encode("and then?")))
+    told = [prompt(layout, turn) if i else tasks.answer(layout, as_written(turn)) for turn in session.turns for i in (1, 0)]
     with torch.no_grad():
-        lm.model.decoder.audio_embedding.weight.normal_()
-    other = lm.generate("hello you", "T1A2", **limits)
-    assert other.tokens == first.tokens and not torch.equal(first.codes, other.codes)
+        hidden = lm.model(join([*told, prompt(layout, asked)]).tokens[None])
+    best = lm.model.decoder.text_logits(hidden)[0, -1, : layout.text.size].argmax()
+    assert session.ask("and then?", "T1T2").answer().tokens[0] == best
+    first = lm.generate("hello you", "T1A2", **limits)
+    turn = Turn("T1A2", question=tuple(lm.tokenizer.encode("hello you")), text=first.tokens, codes=first.codes, cut=True)
+    columns = example(layout, [turn])
+    with torch.no_grad():
+        hidden = lm.model(columns.tokens[None])
+        logits = lm.model.decoder.logits(hidden)
+    for stream, scores in enumerate(logits):
+        scores[..., lm.layout.streams[stream].size :] = float("-inf")
+        goal = columns.targets[stream]
+        at = (goal >= 0) & (goal < lm.layout.streams[stream].size)
+        assert at.sum() >= 8 and scores[0, at].argmax(-1).equal(goal[at])
 
 
 @pytest.mark.sampled(1)

@@ -16,9 +16,6 @@ SHAPES = {
         rope_scaling=RopeScaling(factor=8.0, original_context=16),
     ),
     "mistral": DecoderConfig(width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, window=5),
-    "talker": DecoderConfig(
-        width=32, layers=2, heads=4, kv_heads=2, mlp_width=48, tie_text=True, combine="sum", post_layers=1, talker=True
-    ),
 }  # fmt: skip
 LAYOUTS = {
     "codec2": Layout.build([12, 12, 6, 8], 20, specials=8),
