@@ -130,9 +130,6 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
     if clips:  # with the head that aligns it, so that adapters trained with both fit
         rms = (own[EMBEDDING].mean.square() + own[EMBEDDING].deviation.square()).mean().sqrt()
         tensors |= fresh(TokenHead, (decoder.width,), "alignment_head.", growth.seed, dtype)
-        if text.tokenizer is not None and (spaces := text.tokenizer.encode(" ")):
-            space = text.tensors[EMBEDDING].rows(spaces[0], spaces[0] + 1)
-            tensors["alignment_head.silence"] = Lazy.once((decoder.width,), dtype, lambda: space().to(dtype)[0])
         tensors["projector.project.scale"] = Lazy.of((rms[None] / config.feature_factor).to(dtype))
     if isinstance(encoder, Foreign):
         tensors |= encoder.tensors
