@@ -12,8 +12,8 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
 from infer.options import in_options
 from omni.errors import UserError, in_one_line
@@ -50,46 +50,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(words: Sequence[str]) -> bool:
     """Parse the words, import the modules of the command, and run it; returns whether no answer broke."""
-    from infer.checks import check_ask, check_bench, check_chat, check_getting, check_quantizing, check_serve, choose_shipped
+    from infer import checks
+    from infer import options as kinds
     from infer.cli import parse
-    from infer.options import AskOptions, ChatOptions, GetOptions, QuantizeOptions, ServeOptions
 
-    options, notes = choose_shipped(parse(take_plugins(words)))
-    command: Callable[[], bool | None]
-    if isinstance(options, AskOptions):
-        answers = check_ask(options)
-        from infer.ask import ask
-
-        command = partial(ask, options, answers)
-    elif isinstance(options, ChatOptions):
-        check_chat(options)
-        from infer.chat.chat import chat
-
-        command = partial(chat, options)
-    elif isinstance(options, QuantizeOptions):
-        check_quantizing(options)
-        from infer.quantize import quantize
-
-        command = partial(quantize, options)
-    elif isinstance(options, GetOptions):
-        check_getting(options)
-        from infer.get import get
-
-        command = partial(get, options)
-    elif isinstance(options, ServeOptions):
-        check_serve(options)
-        from infer.serve.serve import serve
-
-        command = partial(serve, options)
-    else:
-        check_bench(options)
-        from infer.bench.bench import bench
-
-        command = partial(bench, options)
+    doors: dict[type, tuple[Callable[..., Any], str]] = {
+        kinds.AskOptions: (checks.check_ask, "infer.ask"),
+        kinds.ChatOptions: (checks.check_chat, "infer.chat.chat"),
+        kinds.QuantizeOptions: (checks.check_quantizing, "infer.quantize"),
+        kinds.GetOptions: (checks.check_getting, "infer.get"),
+        kinds.ServeOptions: (checks.check_serve, "infer.serve.serve"),
+        kinds.BenchOptions: (checks.check_bench, "infer.bench.bench"),
+    }
+    options, notes = checks.choose_shipped(parse(take_plugins(words)))
+    check, module = doors[type(options)]
+    answers = check(options)
+    command = getattr(import_module(module), module.rpartition(".")[2])
     for line in notes:
         say(line)
     all_imported()
-    return command() is not False
+    done = command(options) if answers is None else command(options, answers)
+    return done is not False
 
 
 def _refuse(error: Exception, line: str, code: int, words: Sequence[str]) -> int:

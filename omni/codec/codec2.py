@@ -80,7 +80,7 @@ NOISES = 1024  # number of different noise sequences, chosen by the seed
 
 
 @dataclass(frozen=True)
-class Mode:
+class Codec2Mode:
     """Its number in codec2.h, and the bits of a frame's codes."""
 
     number: int
@@ -96,7 +96,7 @@ class Mode:
         return (64 - np.cumsum(self.bits)).astype(np.uint64)[:, None]
 
 
-MODES = {"codec2": Mode(8, (9, 9, 4, 6)), "codec2-1600": Mode(2, (9, 7, 7, 9, 8, 8, 8, 8))}
+MODES = {"codec2": Codec2Mode(8, (9, 9, 4, 6)), "codec2-1600": Codec2Mode(2, (9, 7, 7, 9, 8, 8, 8, 8))}
 
 
 class Codec2Codec(AudioCodec):
@@ -208,13 +208,13 @@ def _decode_all(calls: Any, frames: Any, size: Any, source: Any, target: Any) ->
             target += 2 * FRAME_SAMPLES
 
 
-def pack(codes: Tensor, mode: Mode) -> np.ndarray:
+def pack(codes: Tensor, mode: Codec2Mode) -> np.ndarray:
     """The library's bytes `[F, B]` of codes `[K, F]`."""
     words = np.bitwise_or.reduce(codes.numpy().astype(np.uint64) << mode.shifts, axis=0)
     return np.ascontiguousarray(words.astype(">u8").view(np.uint8).reshape(-1, 8)[:, : mode.frame_bytes])
 
 
-def unpack(packed: np.ndarray, mode: Mode) -> Tensor:
+def unpack(packed: np.ndarray, mode: Codec2Mode) -> Tensor:
     """Codes `[K, F]` (int64) of the library's bytes `[F, B]`."""
     words = np.pad(packed, ((0, 0), (0, 8 - mode.frame_bytes))).reshape(-1).view(">u8").astype(np.uint64)
     masks = np.array([2**bits - 1 for bits in mode.bits], dtype=np.uint64)[:, None]

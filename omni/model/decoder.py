@@ -150,7 +150,25 @@ class Decoder(nn.Module):
         input_pos: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Hidden:
-        """Hidden states of columns; see `SpeechModel.forward`."""
+        """Hidden states of columns of tokens.
+
+        With `input_pos` and `cache` None this is plain functional training: causal attention, block-diagonal where `segments`
+        says so, and nothing is written. With both, keys and values go into the cache at `input_pos`.
+
+        Args:
+            tokens: [B, K, T] ids, local to each stream.
+            features: [N, W] encoder features of all clips of the batch, from `encode`.
+            feature_index: [B, T] index of the feature that a column takes, -1 for none.
+            positions: [B, T] rotary positions; by default counted from 0 (again in each segment), or `input_pos`.
+            segments: [B, T] number of the example a packed column belongs to.
+            packed: the bounds of `segments`, where the host knows them: spares a GPU in half precision the mask.
+            left_out: [N] features whose columns nobody sees, in training: all others are as if these were not there.
+            input_pos: [B, T] positions of the columns in each row of the cache; -1 writes nothing.
+            cache: a `KVCache` (in place, no gradients) or `FunctionalKVCache`.
+
+        Raises:
+            ValueError: one of `input_pos` and `cache` without the other.
+        """
         if (input_pos is None) != (cache is None):
             present, absent = ("input_pos", "cache") if cache is None else ("cache", "input_pos")
             raise ValueError(f"{present} was given without {absent}: give both to generate over a cache, or neither to train")

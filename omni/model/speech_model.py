@@ -15,9 +15,9 @@ from omni.encoder import whisper  # noqa: F401 (registers it)
 from omni.encoder.base import build_encoder
 from omni.errors import UserError
 from omni.layout import Layout
-from omni.model.attention import PackedRows, choose_kernels
+from omni.model.attention import choose_kernels
 from omni.model.decoder import Decoder, Hidden
-from omni.model.kv_cache import Cache, KVCache
+from omni.model.kv_cache import KVCache
 from omni.model.projector import ClipTransformer, Projector, TokenHead
 from omni.model.recompute import Recompute
 
@@ -122,40 +122,10 @@ class SpeechModel(nn.Module):
         """Whether a feature depends on all of its clip."""
         return isinstance(self.projector.project, ClipTransformer) or isinstance(self.alignment_head, TokenHead)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Tensor | None = None,
-        feature_index: Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-        segments: Tensor | None = None,
-        packed: PackedRows | None = None,
-        left_out: Tensor | None = None,
-        input_pos: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Hidden:
-        """Hidden states of columns of tokens.
-
-        With `input_pos` and `cache` None this is plain functional training: causal attention, block-diagonal where `segments`
-        says so, and nothing is written. With both, keys and values go into the cache at `input_pos`.
-
-        Args:
-            tokens: [B, K, T] ids, local to each stream.
-            features: [N, W] encoder features of all clips of the batch, from `encode`.
-            feature_index: [B, T] index of the feature that a column takes, -1 for none.
-            positions: [B, T] rotary positions; by default counted from 0 (again in each segment), or `input_pos`.
-            segments: [B, T] number of the example a packed column belongs to.
-            packed: the bounds of `segments`, where the host knows them: spares a GPU in half precision the mask.
-            left_out: [N] features whose columns nobody sees, in training: all others are as if these were not there.
-            input_pos: [B, T] positions of the columns in each row of the cache; -1 writes nothing.
-            cache: a `KVCache` (in place, no gradients) or `FunctionalKVCache`.
-
-        Raises:
-            ValueError: one of `input_pos` and `cache` without the other.
-        """
-        where: dict[str, Any] = {"positions": positions, "segments": segments, "packed": packed, "left_out": left_out}
-        return self.decoder(tokens, features, feature_index, **where, input_pos=input_pos, cache=cache)
+    def forward(self, tokens: Tensor, *others: Any, **options: Any) -> Hidden:
+        """Hidden states of columns of tokens, as of `Decoder.forward`."""
+        hidden: Hidden = self.decoder(tokens, *others, **options)
+        return hidden
 
     def make_cache(self, rows: int, length: int, *, chunk: int = 1) -> KVCache:
         """A cache for `rows` sequences of up to `length` positions; `chunk` is the longest prefill piece under a window."""
