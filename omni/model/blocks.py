@@ -66,31 +66,10 @@ class RMSNorm(nn.RMSNorm):
             weight = weight.to_local(grad_placements=[Partial()])
         if x.device.type == "cpu" and weight.dtype == torch.float32:
             x = x.float()  # as autocast has it on a GPU
-        if x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.requires_grad and not weight.requires_grad:
-            return FrozenNorm.apply(x, weight, self.eps)
         if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(constant(self.eps or 0.0), length, length, value=1 / x.shape[-1]).rsqrt() * weight
-
-
-class FrozenNorm(torch.autograd.Function):
-    """RMSNorm in bf16 with a weight that is not trained, for a CPU, where PyTorch's is six operations to differentiate."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = (length.square() / x.shape[-1] + (eps or 0.0)).rsqrt()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).to(x.dtype) * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """scale * (g - x * scale^2 * mean(g * x)) for g = gradient * weight."""
-        x, weight, scale = ctx.saved_tensors
-        g = gradient * weight
-        along = torch.linalg.vecdot(g, x)[..., None] * scale.square() / x.shape[-1]
-        return torch.addcmul(g, x, along.to(x.dtype), value=-1).mul_(scale.to(x.dtype)), None, None
 
 
 class Attention(nn.Module):
