@@ -177,17 +177,16 @@ class Decoder(nn.Module):
             if stepped is not None:
                 return Hidden(*stepped)
         x, whole, order = self.embed(tokens, features, feature_index), tokens.shape[2], None
-        written = self.written(tokens, feature_index)
         if left_out is not None and feature_index is not None:
             order, segments, packed = seen_first(~F.pad(left_out, (0, 1))[feature_index], segments, packed)  # -1: the last
-            x, written = _columns(x, order), written.gather(1, order)
+            x, feature_index = _columns(x, order), feature_index.gather(1, order)
             tokens = tokens.gather(2, order[:, None].expand(-1, tokens.shape[1], -1))
         where = self._where(x, segments, packed, positions, input_pos, cache)
         if self.post_input is None:
             x = self._run(self.blocks, 0, x, where)
             text = audio = self.norm(x)
         else:
-            text = audio = self._write(x, written, segments, packed, where)
+            text = audio = self._write(x, self.written(tokens, feature_index), segments, packed, where)
             x = self.talker_input(text, tokens)
         if self.post_norm is not None:
             audio = self.post_norm(self._run(self.post_blocks, len(self.blocks), x, where))
