@@ -320,8 +320,10 @@ class Running:
         return late
 
     def lay_out(self, layout: Layout) -> None:
-        """Lay its columns out again, once all is encoded: a head `tokens` reads fewer features than a question has room for."""
+        """Lay its columns out again, where a head `tokens` has read fewer features than a question has room for."""
         *past, asked = self.said
+        if self.columns.features == tuple(len(e.features) for e in self.said if e.features is not None):
+            return
         self.columns, self.keys = lay_out(layout, past, asked, self.system)
         self.start = replace(self.start, position=len(self.keys) - 1)
 
