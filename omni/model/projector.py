@@ -85,8 +85,9 @@ class TokenHead(nn.Module):
     def best(self, features: Tensor, embedding: Tensor, classifier: Tensor | None = None) -> Tensor:
         """The likeliest token of each of features [N, W], -1 for none; `classifier`: where it is made already."""
         x, blank = self(features)
-        table = self.classifier(embedding, multiplied_in(features)) if classifier is None else classifier
-        values, ids = zip(*((part.to(table) @ table.T).max(1) for part in x.split(1024)), strict=True)
+        table = embedding.detach().to(multiplied_in(features)) if classifier is None else classifier
+        size = torch.linalg.vector_norm(table, dim=-1).clamp_min(1e-12) if classifier is None else 1.0  # no copy of the table
+        values, ids = zip(*((part.to(table) @ table.T / size).max(1) for part in x.split(1024)), strict=True)
         return torch.where(torch.cat(values) > blank, torch.cat(ids), -1)
 
     def best_path(self, features: Tensor, embedding: Tensor) -> list[int]:
