@@ -117,12 +117,13 @@ def grow(text: Foreign, encoder: Foreign | WhisperConfig, growth: Growth, dtype:
             if known.chat is not None and table == EMBEDDING:  # what is heard stands alone in the question
                 specials = _silent(specials, [SPECIALS["text"]["pad"]])
             tensors[table] = joined([text.tensors[table].to(dtype, table), specials])
-        shared = RowStatistics(seen.mean / share, seen.deviation / math.sqrt(share))
-        if growth.talker:  # whose streams are beside no text: all rows together are of size 1, and so are the logits
-            scale = math.sqrt(streams if audio == AUDIO_EMBEDDING else decoder.width)
-            shared = RowStatistics(torch.zeros_like(seen.mean), torch.ones_like(seen.mean) / scale)
         rows = sum(stream.vocabulary for stream in layout.audio)
-        tensors[audio] = _new_rows(audio, rows, shared, replace(growth, rule="normal") if growth.talker else growth, dtype)
+        if growth.talker:  # whose streams are beside no text: their sum is of size 1, and so are the logits
+            deviation = torch.ones_like(seen.mean) / math.sqrt(streams if audio == AUDIO_EMBEDDING else decoder.width)
+            tensors[audio] = _new_rows(audio, rows, RowStatistics(seen.mean, deviation), replace(growth, rule="normal"), dtype)
+        else:
+            shared = RowStatistics(seen.mean / share, seen.deviation / math.sqrt(share))
+            tensors[audio] = _new_rows(audio, rows, shared, growth, dtype)
     tensors[AUDIO_EMBEDDING] = _silent(tensors[AUDIO_EMBEDDING], pad_rows(layout))
     for part, kind, arguments in _talker(decoder):
         tensors |= fresh(kind, arguments, f"decoder.{part}.", growth.seed, dtype)

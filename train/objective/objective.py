@@ -199,8 +199,8 @@ class Objective(nn.Module):
                 by_task = torch.cat([weighted.new_zeros(len(task_losses)), weighted.detach()[None]])
             return Losses(total, none, none, by_task=by_task, **heard)
         features, left_out = model.read(features, batch.frames or [1], self._classifier)
-        features, packing = task_losses.at_features(batch, features), {"segments": batch.segments, "packed": batch.packed}
-        hidden = model(batch.tokens, features, batch.feature_index, left_out=left_out, **packing)
+        features, where = task_losses.at_features(batch, features), batch.feature_index
+        hidden = model(batch.tokens, features, where, segments=batch.segments, packed=batch.packed, left_out=left_out)
         text = hidden.text.flatten(0, 1)
         audio = text if hidden.audio is hidden.text else hidden.audio.flatten(0, 1)
         index: Sequence[Tensor] = [at.to(text.device, non_blocking=True) for at in batch.supervised]
