@@ -133,9 +133,8 @@ class Layout:
         fill: ids of a predicted stream before its delay and after its end. `pad`: pad is forced when serving and left out
             of the loss. `sampled`: the model's own samples are fed back (mini-omni's weights); the loss then trains pad. Text
             after its end is pad in both.
-        talker: the decoder's post blocks alone hear and speak the audio streams, beside the text head's hidden states and the
-            text's embedding (Qwen2.5-Omni's talker): what is written is the same, spoken or not, and a conversation's earlier
-            answers are written ones.
+        talker: the decoder's post blocks alone hear and speak the audio streams, beside the text head's states and the text's
+            embedding (Qwen2.5-Omni's talker): the same is written, spoken or not; a later turn sees what was written.
     """
 
     streams: Annotated[tuple[Stream, ...], Field(max_length=MOST_STREAMS)]
@@ -212,6 +211,10 @@ class Layout:
     def max_delay(self) -> int:
         """Largest delay of an audio stream: frame t is finished at column `t + max_delay`."""
         return max(s.delay for s in self.audio)
+
+    def written(self, tokens: Tensor) -> Tensor:
+        """Where text stands in columns [..., K, C]: [..., C] bool."""
+        return tokens[..., -1, :] != self.text.special("pad")
 
     def ids(self, name: str) -> Tensor:
         """One special id per stream, [K]. Audio streams have `answer` for a marker of text, text has `pad` for `split`."""

@@ -125,12 +125,6 @@ def find_writer(task: Task) -> Task:
     return next((t for t in writers if t.marker == task.marker), writers[0])
 
 
-def as_written(turn: Turn) -> Turn:
-    """A turn as if it had been answered in writing only."""
-    task = find_task(turn.task)
-    return replace(turn, task=find_writer(task), codes=None) if task.text and task.audio else turn
-
-
 @dataclass(frozen=True)
 class Columns:
     """Consecutive columns of a sequence, with their targets and features.
@@ -149,6 +143,10 @@ class Columns:
 
     def __len__(self) -> int:
         return self.tokens.shape[1]
+
+    def __getitem__(self, kept: slice | Tensor) -> Columns:
+        """Some of the columns, of the same clips."""
+        return Columns(self.tokens[:, kept], self.targets[:, kept], self.feature_index[kept], self.features)
 
 
 @dataclass(frozen=True)

@@ -95,10 +95,8 @@ def feed(runner: Runner, refill: Refill, columns: int) -> int:
     start = held.keep([*keys[: start + columns], after], under, cache, seat.slot)
     end = min(start + columns, len(keys))
     features = [e.features for e in refill.said if e.features is not None]
-    whole = refill.columns
-    part = Columns(whole.tokens[:, :end], whole.targets[:, :end], whole.feature_index[:end], whole.features)
     with using(selection_of(model, [refill.selection], model.device)):
-        Prefill(model, cache, [seat.slot], pack(model.layout, [part], features, [start])).piece(end - start)
+        Prefill(model, cache, [seat.slot], pack(model.layout, [refill.columns[:end]], features, [start])).piece(end - start)
     finish_queued(model.device)
     held.keys = keys[:end]
     return end - start

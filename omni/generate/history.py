@@ -47,7 +47,7 @@ from omni.generate.question import Asked, read_question
 from omni.layout import Layout
 from omni.model.kv_cache import KVCache
 from omni.model.speech_model import SpeechModel
-from omni.tasks import TASKS, Columns, Task, Turn, answer, as_written, find_task, join, prompt, system_message
+from omni.tasks import TASKS, Columns, Task, Turn, answer, find_task, join, prompt, system_message
 from omni.text import Tokenizer
 
 Key = tuple[int, ...]
@@ -85,7 +85,9 @@ class Exchange:
         known, turn = self._parts.get(answered), self.turn
         if known is None or known.layout is not layout or known.turn is not turn:
             if answered:
-                columns = answer(layout, as_written(turn) if layout.talker else turn)
+                columns = answer(layout, turn)
+                if layout.talker:
+                    columns = columns[layout.written(columns.tokens)]
             elif isinstance(turn.task, Task) and turn.task.question == "audio":
                 columns = _spoken(layout, turn.task, turn.features)
             else:

@@ -128,7 +128,7 @@ class Decoder(nn.Module):
 
     def written(self, tokens: Tensor, feature_index: Tensor | None = None) -> Tensor:
         """Columns [B, T] with text, or a feature."""
-        text = tokens[:, -1] != self.layout.text.special("pad")
+        text = self.layout.written(tokens)
         return text if feature_index is None else text | (feature_index >= 0)
 
     def talker_input(self, hidden: Tensor, tokens: Tensor) -> Tensor:
@@ -192,8 +192,8 @@ class Decoder(nn.Module):
             audio = self.post_norm(self._run(self.post_blocks, len(self.blocks), x, where))
         if order is None:
             return Hidden(text, audio)
-        audio, separate = _put_back(audio, order, whole), audio is not text
-        return Hidden(_put_back(text, order, whole) if separate else audio, audio)
+        placed = _put_back(text, order, whole)
+        return Hidden(placed, placed if audio is text else _put_back(audio, order, whole))
 
     def _where(
         self,

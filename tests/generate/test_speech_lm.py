@@ -23,7 +23,7 @@ from omni.generate.results import AudioChunk, Ended, TextDelta
 from omni.generate.sampling import Sampling
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import Layout
-from omni.tasks import Turn, as_written, example, join, prompt
+from omni.tasks import Turn, example, join, prompt
 from omni.text import Tokenizer
 from tests.generate.conftest import LAYOUTS, EchoCodec, make_lm, make_model, tone
 from tests.generate.session_toys import equal, same
@@ -73,7 +73,7 @@ def test_above_a_talker_the_same_is_written_whether_it_is_spoken_or_not() -> Non
     session = lm.session(**limits)
     session.ask("hello you", "T1A2").answer()
     asked = Turn("T1T2", question=tuple(lm.tokenizer.encode("and then?")))
-    told = [prompt(layout, turn) if i else tasks.answer(layout, as_written(turn)) for turn in session.turns for i in (1, 0)]
+    told = [prompt(layout, turn) if i else tasks.answer(layout, turn) for turn in session.turns for i in (1, 0)]
     with torch.no_grad():
         hidden = lm.model(join([*told, prompt(layout, asked)]).tokens[None])
     best = lm.model.decoder.text_logits(hidden)[0, -1, : layout.text.size].argmax()
