@@ -168,7 +168,7 @@ class Listener:
             self.reader = threading.get_ident()
             try:
                 while (event := self._next()) is None:
-                    self.changed.wait()
+                    self.changed.wait(1.0)  # a handler of signals may have ended it just before this waits
             finally:
                 self.reader = 0
         self._judge(event)

@@ -308,6 +308,23 @@ def test_a_signal_s_handler_may_close_the_session_that_it_interrupts(lm: SpeechL
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_handler_that_closes_just_before_its_thread_waits_is_not_missed(
+    lm: SpeechLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = lm.session(max_seconds=70.0)
+    events = session.ask("go on", "T1A2")
+    wait, left = events.running.changed.wait, [session.close]
+
+    def interrupted(timeout: float | None = None) -> bool:
+        if left:
+            left.pop()()
+        assert timeout is not None  # else this would wait for good
+        return wait(timeout)
+
+    monkeypatch.setattr(events.running.changed, "wait", interrupted)
+    assert ended(list(events)) == "cancelled" and is_free(lm) and not left
+
+
 def test_an_answer_that_is_cancelled_between_events_is_in_the_history_at_once(lm: SpeechLM, tmp_path: Path) -> None:
     with lm.session(max_seconds=70.0) as session:
         events = session.ask("go on", "T1A2")
