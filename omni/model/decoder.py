@@ -195,6 +195,13 @@ class Decoder(nn.Module):
         placed = _put_back(text, order, whole)
         return Hidden(placed, placed if audio is text else _put_back(audio, order, whole))
 
+    def read_tree(self, tokens: Tensor, seen: Tensor) -> Tensor:
+        """States [T, W] for the text head of columns [K, T] of texts that share beginnings: each sees those `seen` [T, T]."""
+        x = self.embed(tokens[None])
+        mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, float("-inf"))
+        where = _Where(rope_table(self.rope, seen.sum(1)[None] - 1), mask[None, None], None)
+        return self.norm(self._run(self.blocks, 0, x, where))[0]
+
     def _where(
         self,
         x: Tensor,

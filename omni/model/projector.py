@@ -82,25 +82,23 @@ class TokenHead(nn.Module):
         return F.normalize(embedding.detach(), dim=-1).to(dtype)
 
     @torch.no_grad()
-    def best(self, features: Tensor, embedding: Tensor, classifier: Tensor | None = None) -> Tensor:
-        """The likeliest token of each of features [N, W], -1 for none; `classifier`: where it is made already."""
+    def likeliest(self, features: Tensor, embedding: Tensor, k: int, classifier: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Of features [N, W]: logits [N, k] of the k likeliest tokens, falling, the ids of these [N, k], and the blank's logit
+        [N]; `classifier`: where it is made already."""
         x, blank = self(features)
         table = embedding.detach().to(multiplied_in(features)) if classifier is None else classifier
         size = torch.linalg.vector_norm(table, dim=-1).clamp_min(1e-12) if classifier is None else 1.0  # no copy of the table
-        values, ids = zip(*((part.to(table) @ table.T / size).max(1) for part in x.split(1024)), strict=True)
-        return torch.where(torch.cat(values) > blank, torch.cat(ids), -1)
-
-    def best_path(self, features: Tensor, embedding: Tensor) -> list[int]:
-        """Ids of the likeliest tokens of a clip's features [N, W], one after another, without blanks and repetitions."""
-        return [i for i in self.best(features, embedding).unique_consecutive().tolist() if i >= 0]
+        logits, ids = zip(*((part.to(table) @ table.T / size).topk(k) for part in x.split(1024)), strict=True)
+        return torch.cat(logits).float(), torch.cat(ids), blank
 
     def read(
         self, features: Tensor, counts: Sequence[int], embedding: Tensor, classifier: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What the decoder takes in place of features [N, W] of clips of `counts`: at a clip's end the embeddings of its
-        `best_path`, as if these tokens were written; and which of the N it does not see, those before: [N] bool. A clip in
+        """What the decoder takes in training in place of features [N, W] of clips of `counts`: at a clip's end the embeddings
+        of its likeliest tokens, as if these were written; and which of the N it does not see, those before: [N] bool. A clip in
         which nothing is heard is one `silence`. No loss of the decoder reaches the features; the host waits for no device."""
-        best = self.best(features, embedding, classifier)
+        logits, ids, blank = self.likeliest(features, embedding, 1, classifier)
+        best = torch.where(logits[:, 0] > blank, ids[:, 0], -1)
         clip = to_device(torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)), best.device)
         spoken = best >= 0
         spoken[1:] &= (best[1:] != best[:-1]) | (clip[1:] != clip[:-1])

@@ -19,6 +19,7 @@ from omni.model.attention import choose_kernels
 from omni.model.decoder import Decoder, Hidden
 from omni.model.kv_cache import KVCache
 from omni.model.projector import ClipTransformer, Projector, TokenHead
+from omni.model.reading import LOOKED_AT, Ids, choose, readings
 from omni.model.recompute import Recompute
 
 
@@ -98,16 +99,24 @@ class SpeechModel(nn.Module):
         return torch.cat(self.hear(self.projector(self.encoder.run(inputs, input_lengths, frames), frames, task), frames))
 
     def hear(self, features: Tensor, frames: Sequence[int]) -> list[Tensor]:
-        """What the decoder sees of the projector's features [N, W] of clips of so many frames: [n, W] of each."""
-        counts = self._counts(frames)
-        taken, left_out = self.read(features, frames)
-        if left_out is None:
-            return list(taken.split(counts))
-        return [clip[~out] for clip, out in zip(taken.split(counts), left_out.split(counts), strict=True)]
+        """What the decoder sees of the projector's features [N, W] of clips of so many frames: [n, W] of each; of a head
+        `tokens` what is `heard`, as if it were written."""
+        head, table = self.alignment_head, self.decoder.text_table.detach()
+        if not isinstance(head, TokenHead):
+            return list(features.split(self._counts(frames)))
+        taken = [table[list(ids)] if ids else head.silence[None] for ids in self.heard(features, frames)]
+        return [clip.to(features.dtype) / self.config.feature_factor for clip in taken]
+
+    def heard(self, features: Tensor, frames: Sequence[int]) -> list[Ids]:
+        """Ids of the text that a head `tokens` and the language model read in the features of each clip."""
+        assert isinstance(self.alignment_head, TokenHead)
+        tokens = self.alignment_head.likeliest(features, self.decoder.text_table, LOOKED_AT)
+        clips = zip(*(part.cpu().split(self._counts(frames)) for part in tokens), strict=True)
+        return [choose(self.decoder, readings(*clip)) for clip in clips]
 
     def read(self, features: Tensor, frames: Sequence[int], classifier: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """What `forward` takes as `features` and `left_out` of the projector's features [N, W] of clips of so many frames: of a
-        head `tokens` what it reads (`TokenHead.read`), else these, and nothing is left out."""
+        """What `forward` takes in training as `features` and `left_out` of the projector's features [N, W] of clips of so many
+        frames: of a head `tokens` what it reads (`TokenHead.read`), else these, and nothing is left out."""
         if not isinstance(self.alignment_head, TokenHead):
             return features, None
         counts, table = self._counts(frames), self.decoder.text_table

@@ -113,14 +113,14 @@ def recognise(
 
 @torch.no_grad()
 def read_questions(lm: SpeechLM, asked: Sequence[EvalQuestion]) -> list[str | None]:
-    """What an alignment head `tokens` reads of each spoken question whose text is known, its likeliest path."""
+    """What a model with a head `tokens` reads of each spoken question whose text is known."""
     model, texts = lm.model, []
     for item in (query.item for query in asked):
         text = None
         if isinstance(model.alignment_head, TokenHead) and not isinstance(item.question, str) and item.question_text:
             frames, counts = model.encoder.encode([item.question])
             features = model.projector(frames, counts, [item.task])
-            text = lm.tokenizer.decode(model.alignment_head.best_path(features, model.decoder.text_table))
+            text = lm.tokenizer.decode([i for ids in model.heard(features, counts) for i in ids])
         texts.append(text)
     return texts
 

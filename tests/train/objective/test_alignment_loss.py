@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from itertools import groupby
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +12,11 @@ import torch.nn.functional as F
 
 from omni.config import ProjectorConfig
 from omni.errors import UserError
+from omni.model import reading
 from omni.model.projector import Projector
+from omni.model.reading import choose, log_probabilities, readings
 from omni.model.speech_model import SpeechModel
+from omni.tasks import Turn, prompt
 from tests.train.data.toys import TOKENIZER
 from tests.train.objective.test_objective import MODELS, gradients, make_examples, pack
 from train.data.batching.batch import Batch
@@ -225,7 +228,8 @@ def test_the_decoder_takes_the_tokens_that_the_head_reads():
     taken, left_out = model.read(features, [2 * n for n in counts])
     assert left_out.tolist() == [True] * 3 + [False] * 4 + [True] + [False] * 2 + [True, False]
     assert taken[~left_out].equal(torch.stack([*table[[7, 7, 9, 9, 9, 3]], head.silence]))
-    assert [len(clip) for clip in model.hear(features, [2 * n for n in counts])] == [4, 2, 1]
+    assert model.heard(features, [2 * n for n in counts]) == [(7, 7, 9, 9), (9, 3), ()]
+    assert model.hear(features, [2 * n for n in counts])[2].equal(head.silence[None])
     taken.sum().backward()
     assert features.grad is None and head.silence.grad is not None  # of every step, as DDP wants
 
@@ -249,18 +253,42 @@ def test_features_left_out_are_as_if_they_were_not_there(packed):
             torch.testing.assert_close(whole[r, columns], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_a_question_is_read_along_its_likeliest_path():
+def test_readings_have_torch_ctc_s_probabilities(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(reading, "WIDTH", 10_000)
+    monkeypatch.setattr(reading, "MARGIN", 1e9)
+    logits = torch.randn(6, 4).log_softmax(1)
+    found = readings(*logits[:, 1:].topk(3), logits[:, 0])
+    assert len(found) > 200
+    for ids, score in found.items():
+        loss = F.ctc_loss(logits[:, None], torch.tensor([[i + 1 for i in ids]]), [6], [len(ids)], reduction="sum")
+        assert score == pytest.approx(-float(loss), abs=1e-5)
+    assert sum(map(math.exp, found.values())) == pytest.approx(1)
+
+
+def test_the_language_model_chooses_among_readings_that_sound_alike():
+    torch.manual_seed(0)
+    decoder = SpeechModel(HEARING).eval().decoder
+    texts = [(7, 3), (5,), (7, 3, 9), (7, 9)]
+    known = log_probabilities(decoder, texts)
+    for ids, score in zip(texts, known, strict=True):
+        columns = prompt(decoder.layout, Turn("T1T2", question=ids, system=None)).tokens[:, :-1]  # the last asks for an answer
+        logs = decoder.text_logits(decoder(columns[None]))[0].log_softmax(-1)
+        assert score == pytest.approx(logs[:-1].gather(1, columns[-1, 1:, None]).sum().item(), abs=1e-4)
+    alike = {ids: -reading.PER_TOKEN * len(ids) for ids in texts}
+    likeliest = texts[known.index(max(known))]
+    assert choose(decoder, alike) == choose(decoder, alike | {(): -50.0}) == likeliest
+    assert choose(decoder, alike | {(1, 1): 100.0}) == (1, 1) and choose(decoder, alike | {(): 100.0}) == ()
+
+
+def test_an_evaluation_says_what_was_heard():
     torch.manual_seed(1)
     model, sound = SpeechModel(HEARING).eval(), torch.randn(8000)
     frames, counts = model.encoder.encode([sound])
-    with torch.no_grad():
-        x = F.normalize(model.projector(frames, counts), dim=-1) * model.config.decoder.width**0.5
-        rows = F.normalize(model.decoder.text_embedding.weight, dim=-1)
-        tokens, blank = x @ rows.T, model.alignment_head.blank
-        blank.bias += (tokens.amax(1) - blank(x)[:, 0]).median()  # half of them are blank
-        best = torch.cat([blank(x), tokens], 1).argmax(1).tolist()
-    wanted = [i - 1 for i, _ in groupby(best) if i]
-    assert 0 in best and wanted
+    features = model.projector(frames, counts)
+    (heard,) = model.heard(features, counts)
+    (taken,) = model.hear(features, counts)
+    assert heard and taken.equal(model.decoder.text_embedding.weight[list(heard)] / model.config.feature_factor)
     lm, row = SimpleNamespace(model=model, tokenizer=SimpleNamespace(decode=list)), Row((RowTurn("what?"),))
     items = [Item("A1T1", sound, "what?", None, None), Item("T1T2", "what?", "what?", None, None)]
-    assert read_questions(lm, [EvalQuestion(0, row, item) for item in items]) == [wanted, None]
+    assert read_questions(lm, [EvalQuestion(0, row, item) for item in items]) == [list(heard), None]
