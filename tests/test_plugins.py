@@ -41,6 +41,10 @@ def write(folder: Path, name: str, text: str) -> None:
         ("import no_such_package_of_anybody", ["one", "no_such_package_of_anybody", "line 1"]),
         ("x = 1\ndef f(:\n", ["one", "one.py, line 2", "SyntaxError"]),
         ("import sys\nsys.exit(3)", ["one", "one.py, line 2", "SystemExit"]),
+        ("from train import register_voice as r\n@r\ndef say(text): ...",
+         ["one: ", "voice <function say", "give the decorator a name"]),
+        ("from train import *\n@register_callback('a')\nclass A(Callback):\n def on_setp(self, step, figures): ...",
+         ["one: ", "callback a: on_setp is never called", "on_step"]),
         ("from omni.codec.registry import register_codec as r\n@r('snac', sample_rate=1, frame_rate=1, codebook_sizes=(2,))\n"
          "def f(a, b): ...", ["one", "'snac'", "twice", "omni.codec.registry"]),
         ("from omni.tasks import *\nregister_task(Task('A1T9', 'audio', True, False, 'new'))", ["A1T9", "'new'", "offset"]),
@@ -54,18 +58,11 @@ def test_a_broken_module_is_one_line_with_its_place(folder: Path, text: str, nam
     assert plugins.loaded() == ()
 
 
-@pytest.mark.parametrize(
-    ("names", "named"),
-    [
-        (["absent"], ["absent", "no module absent"]),
-        (["one.py"], ["'one.py'", "as ./one.py"]),
-    ],
-)
-def test_a_name_that_is_none_is_refused(folder: Path, names: list[str], named: list[str]) -> None:
+@pytest.mark.parametrize(("name", "said"), [("absent", "no module absent"), ("one.py", "'one.py'.*as ./one.py")])
+def test_a_name_that_is_none_is_refused(folder: Path, name: str, said: str) -> None:
     write(folder, "one", "")
-    with pytest.raises(UserError) as caught:
-        load_plugins(names)
-    assert all(part in str(caught.value) for part in named)
+    with pytest.raises(UserError, match=said):
+        load_plugins([name])
 
 
 def test_a_new_process_finds_the_package_before_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,21 +135,6 @@ def test_a_task_with_a_marker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         prompt(layout, Turn("A1T7", features=2))
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("from train import register_voice as r\n@r\ndef say(text): ...", ["voice <function say", "give the decorator a name"]),
-        ("from train import *\n@register_callback('a')\nclass A(Callback):\n def on_setp(self, step, figures): ...",
-         ["callback a: on_setp is never called", "on_step"]),
-    ],
-)  # fmt: skip
-def test_what_is_of_another_kind_is_refused_where_it_is_registered(folder: Path, text: str, named: list[str]) -> None:
-    write(folder, "one", text)
-    with pytest.raises(UserError) as caught:
-        load_plugins(["one"])
-    assert all(part in str(caught.value) for part in ["one: ", *named]), str(caught.value)
-
-
 class Silence(AudioCodec):
     name, sample_rate, frame_samples, codebook_sizes = "silence", 100, 10, (4, 4)
 
@@ -191,9 +173,8 @@ def test_a_codec_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, method: st
 
     monkeypatch.setattr(Short if method == "_push" else Silence, method, broken)
     with pytest.raises(UserError, match=said):
-        Silence().encode(torch.zeros(20)) if method == "_encode" else Silence().stream().push(
-            torch.zeros(2, 3, dtype=torch.long)
-        )
+        codes = torch.zeros(2, 3, dtype=torch.long)
+        Silence().encode(torch.zeros(20)) if method == "_encode" else Silence().stream().push(codes)
 
 
 def test_what_a_module_prints_does_not_come_into_the_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

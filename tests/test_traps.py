@@ -44,9 +44,7 @@ def test_a_mask_never_changes_between_forward_and_backward(model):
     in each forward, so two forwards before their backwards give what one at a time gives."""
     decoder, layout = model.decoder, model.layout
     decoder.checkpointing = True
-    batches = [
-        (random_tokens(layout, 1, 12, seed), torch.tensor([[0] * cut + [1] * (12 - cut)])) for seed, cut in ((1, 3), (2, 8))
-    ]
+    batches = [(random_tokens(layout, 1, 12, seed), (torch.arange(12) >= cut).long()[None]) for seed, cut in ((1, 3), (2, 8))]
     wanted = []
     for tokens, segments in batches:
         decoder.zero_grad()

@@ -62,19 +62,24 @@ def refused(place: Path, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "section, change, says",
+    "part, change, says",
     [
         ("decoder", {"layers": 10**6}, "decoder.layers is 1000000; it must be less than or equal to 1000"),
         ("decoder", {"layers": 100}, r"tensor decoder.blocks.2.\S+ is missing"),
         ("decoder", {"heads": 4096, "head_dim": 256}, r"q.weight has shape \[32, 32\].* \[1048576, 32\]"),
         ("encoder", {"window_seconds": 3000}, r"positional_embedding has shape \[100, 16\].* \[150000, 16\]"),
         ("projector", {"settings": {"layers": 10**6}}, "projector.settings.layers is 1000000; .* whole number from 1 to 1000"),
+        ("stream", {"delay": 10**9}, "layout.streams.0.delay is 1000000000; it must be less than or equal to 10000"),
+        ("stream", {"delay": 2048}, "a stream's delay is 2048, but decoder.context is 2048; it must be less"),
+        ("stream", {"size": 1 << 40}, "layout.streams.0.size is 1099511627776; it must be less than or equal to 268435456"),
+        ("stream", {"size": 1 << 20},
+         r"audio_embedding.weight has shape \[1136, 32\], the configuration asks for \[\d{7}, 32\]"),
     ],
 )  # fmt: skip
 def test_more_than_the_weights_hold_is_refused_at_once(
-    place: Path, section: str, change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+    place: Path, part: str, change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit(place, lambda c: c["model"][section].update(change))
+    edit(place, lambda c: (c["model"]["layout"]["streams"][0] if part == "stream" else c["model"][part]).update(change))
     refused(place, says, monkeypatch)
 
 
@@ -83,22 +88,6 @@ def test_streams_and_delays_have_bounds(place: Path, monkeypatch: pytest.MonkeyP
     refused(place, "layout.streams is .* it must be .*at most 256", monkeypatch)
     with pytest.raises(UserError, match="at most 256"):
         Layout.build([8] * 256, 8)
-
-
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        ({"delay": 10**9}, "layout.streams.0.delay is 1000000000; it must be less than or equal to 10000"),
-        ({"delay": 2048}, "a stream's delay is 2048, but decoder.context is 2048; it must be less"),
-        ({"size": 1 << 40}, "layout.streams.0.size is 1099511627776; it must be less than or equal to 268435456"),
-        ({"size": 1 << 20}, r"audio_embedding.weight has shape \[1136, 32\], the configuration asks for \[\d{7}, 32\]"),
-    ],
-)
-def test_a_stream_of_impossible_size_is_refused(
-    place: Path, change: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edit(place, lambda c: c["model"]["layout"]["streams"][0].update(change))
-    refused(place, says, monkeypatch)
 
 
 @pytest.mark.parametrize("nested", ["[", '{"a": '])

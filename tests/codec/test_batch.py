@@ -113,11 +113,9 @@ def test_codes_that_do_not_fit_end_their_own_stream_only(codec: AudioCodec) -> N
     streams = [batch.open(seed=n) for n in range(4)]
     first = batch.push(streams, torch.stack([line[:, :3] for line in lines]))
     second = torch.stack([line[:, 3:] for line in lines])
-    second[2, 1, 1] = codec.codebook_sizes[1]
+    second[2, 1, 1] = wrong = codec.codebook_sizes[1]
     results = batch.push(streams, second)
-    assert isinstance(results[2], UserError) and str(results[2]).startswith(
-        f"code {codec.codebook_sizes[1]} in stream 1, frame 4 "
-    )
+    assert isinstance(results[2], UserError) and str(results[2]).startswith(f"code {wrong} in stream 1, frame 4 ")
     assert len(batch) == 3
     for n, rest in enumerate(batch.finish(streams)):
         if n == 2:

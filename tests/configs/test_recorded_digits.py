@@ -98,12 +98,8 @@ def test_quiet_edges_are_cut_at_the_level_that_is_asked(folder):
     frames = torch.cat([torch.full((160,), level) for level in (*steps[:3], 1.0, *steps[2:])])
     assert [len(trimmed(frames, db)) // 160 for db in (-70.0, -50.0, -20.0, -5.0, 0.0)] == [7, 5, 3, 1, 1]
     assert torch.equal(trimmed(frames, -5.0), torch.ones(160))
-    plain, cut = (
-        RecordedDigits(
-            RecordedDigitsConfig(str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1), trim_db=trim), CODEC
-        )
-        for trim in (None, (-0.01, 0.0))
-    )
+    config = RecordedDigitsConfig(str(folder), ("anna",), pause=(0, 0), silence=(0, 0), speed=(1, 1))
+    plain, cut = (RecordedDigits(replace(config, trim_db=trim), CODEC) for trim in (None, (-0.01, 0.0)))
     lengths = [[len(s.row(i).turns[0].question_audio.samples) for i in range(8)] for s in (plain, cut)]
     assert all(b < a for a, b in zip(*lengths, strict=True))
     same = [[len(row.turns[0].question_audio.samples) for row in s.held_out(8)] for s in (plain, cut)]
@@ -122,12 +118,8 @@ def test_a_recorders_noise_lies_under_the_digits_and_not_in_the_pauses(folder):
     clean = RecordedDigitsConfig(
         str(folder), ("anna",), pause=(0.3, 0.3), silence=(0.1, 0.1), floor_db=(-120, -120), speed=(1, 1), level_db=(0, 0)
     )
-    noisy, some = (
-        RecordedDigits(
-            replace(clean, noise_db=(-30.0, -30.0), noisy=share, answers=SpokenDigitsConfig(question_rate=8000)), CODEC
-        )
-        for share in (1.0, 0.4)
-    )
+    loud = replace(clean, noise_db=(-30.0, -30.0), answers=SpokenDigitsConfig(question_rate=8000))
+    noisy, some = (RecordedDigits(replace(loud, noisy=share), CODEC) for share in (1.0, 0.4))
     for i in range(6):
         sound = noisy.row(i).turns[0].question_audio.load(16000)
         digit = sound[1600:5600]

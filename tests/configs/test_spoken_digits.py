@@ -88,10 +88,8 @@ def test_follow_ups_double_the_result_or_say_the_answer_again():
             assert question.words in answers and set(question.text.rstrip("?").split()) <= set(vocabulary(config))
     assert abs(kinds["again"] + kinds["twice"] - 0.6 * 1800) < 90 and 0.2 < kinds["twice"] / kinds["again"] < 0.6
     assert -18 <= min(results) < -10 and 28 < max(results) <= 36
-    row = source.row(3)
-    assert [turn.question_text for turn in row.turns] == [
-        turn.question_text for turn in SpokenDigits(config, CODEC).row(3).turns
-    ]
+    row, again = source.row(3), SpokenDigits(config, CODEC).row(3)
+    assert [turn.question_text for turn in row.turns] == [turn.question_text for turn in again.turns]
     plain = SpokenDigits(SpokenDigitsConfig(), CODEC)
     assert "that" in vocabulary(config) and "that" not in vocabulary(plain.config)
     assert answers - {*plain.answers()} == {f"twice {spoken_number(n)} is {spoken_number(2 * n)}" for n in range(-9, 19)}

@@ -47,10 +47,6 @@ def test_models_that_mini_omni_cannot_be(part: str, change: dict[str, Any], mess
         mini_omni.check_fits(config, "here")
 
 
-def without(name: str) -> Callable[[State], object]:
-    return lambda state: state.pop(name)
-
-
 def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[State], object]:
     return lambda state: state.update({name: tensor})
 
@@ -59,7 +55,7 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[State], object]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("transformer.h.1.norm_2.weight"), "tensor transformer.h.1.norm_2.weight is missing"),
+        (lambda state: state.pop("transformer.h.1.norm_2.weight"), "tensor transformer.h.1.norm_2.weight is missing"),
         (with_tensor("transformer.h.2.norm_1.weight", torch.ones(8)), r"transformer.h.2.norm_1.weight \[8\] has no place"),
         (with_tensor("transformer.wte.weight", torch.zeros(TEXT, 8)), r"wte.weight has shape \[152000, 8\].*\[181120, 8\]"),
         (

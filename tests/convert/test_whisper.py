@@ -92,17 +92,14 @@ def test_a_shorter_window_is_the_original_with_fewer_positions(tmp_path, capsys)
     mels = [whisper.log_mel_spectrogram(whisper.pad_or_trim(audio, positions * 320)) for positions in (30, POSITIONS)]
     theirs, reference = short.encoder(mels[0][None])[0], whole(mels[1])[:30]
     error = (theirs - reference).norm() / reference.norm()
-    assert (
-        f"frames differ by {error:.2f} from those in Whisper's window of 1.2 s (relative, of 0.6 s of"
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert f"frames differ by {error:.2f} from those in Whisper's window of 1.2 s (relative, of 0.6 s of" in said
     encoder = load_folder(tmp_path / "short").model.encoder
     assert_near(encoder.encode([audio])[0], theirs, 1e-5)
     assert_near(encoder.encode([torch.cat([audio, audio])])[0], torch.cat([theirs, theirs]), 1e-5)
     assert main([str(path), str(tmp_path / "again"), "--into", str(tmp_path / "short")]) == 0
-    assert torch.equal(
-        load_folder(tmp_path / "again").model.encoder.whisper.positional_embedding, data["model_state_dict"][name][:30]
-    )
+    positions = load_folder(tmp_path / "again").model.encoder.whisper.positional_embedding
+    assert torch.equal(positions, data["model_state_dict"][name][:30])
     with pytest.raises(UserError, match=r"window_seconds is 2: .*tiny.pt has positions for 1.2 s"):
         main([str(source), str(tmp_path / "long"), *convert, "--encoder_window", "2"])
 
@@ -157,12 +154,6 @@ def test_the_older_file_format_is_read(tmp_path):
     assert read_whisper(tmp_path / "old.pt").config == read_whisper(path).config
 
 
-def changed(path, change):
-    data = torch.load(path, weights_only=True)
-    change(data)
-    torch.save(data, path)
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
@@ -174,6 +165,8 @@ def changed(path, change):
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path, change, words):
     path, _ = openai(tmp_path)
-    changed(path, change)
+    data = torch.load(path, weights_only=True)
+    change(data)
+    torch.save(data, path)
     with pytest.raises(UserError, match=words):
         read_whisper(path)

@@ -55,9 +55,8 @@ def speech() -> nn.Module:
 
 
 def write(path: Path, state: dict[str, Any], **more: Any) -> Path:
-    torch.save(
-        {"model": state, "opt": {"state": {}}, "lr_opt": None, "val_stats": {"edit/acc_val": 0.5}, "step": 7, **more}, path
-    )
+    saved = {"model": state, "opt": {"state": {}}, "lr_opt": None, "val_stats": {"edit/acc_val": 0.5}, "step": 7}
+    torch.save(saved | more, path)
     return path
 
 

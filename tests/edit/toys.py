@@ -25,21 +25,17 @@ from omni.model.speech_model import SpeechModel
 from tests.guarded import child
 
 WORDS = 24
-ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+IDS = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def gpt2() -> nn.Module:
     """Transposed weights (`Conv1D`), biases, trained positions."""
-    config = GPT2Config(
-        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **ENDS
-    )
+    config = GPT2Config(**IDS, n_positions=32, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     return GPT2LMHeadModel(config)
 
 
 def llama() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, **ENDS
-    )
+    config = LlamaConfig(**IDS, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2)
     return LlamaForCausalLM(config)
 
 

@@ -118,9 +118,7 @@ def test_padded_frames_follow_the_rule_of_the_released_checkpoint() -> None:
 
 def heard(encoder: WhisperEncoder, sound: torch.Tensor) -> torch.Tensor:
     """Frames of a sound of any length that the configuration allows, its windows in one batch."""
-    clips = encoder.config.split(sound)
-    mels, lengths = collate([encoder.config.features(clip) for clip in clips])
-    return encoder(mels, lengths, [encoder.config.frames(len(clip)) for clip in clips])
+    return run(encoder, encoder.config.split(sound))
 
 
 def test_the_padded_window_is_for_released_checkpoints() -> None:

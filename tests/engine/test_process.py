@@ -88,9 +88,7 @@ def play_alike(lm: SpeechLM, engine: EngineProcess, seed: int) -> None:
 
 
 def told(session: Any) -> Any:
-    turns = [
-        (t.features, tuple(t.question), t.text, None if t.codes is None else t.codes.tolist(), t.cut) for t in session.turns
-    ]
+    turns = [(t.features, tuple(t.question), t.text, t.codes is not None and t.codes.tolist(), t.cut) for t in session.turns]
     return turns, session.history
 
 

@@ -52,15 +52,11 @@ def test_a_history_can_be_read(lm: SpeechLM) -> None:
     assert len(repr(Message("assistant", "\0" * 500))) <= 120
 
 
-def again(lm: SpeechLM, session: Session, folder: Path) -> list[Any]:
-    return [session.history, session.save(folder / "talk.safetensors"), str(session.save(folder / "talk"))]
-
-
 @pytest.mark.sampled(1)
 def test_a_restored_conversation_goes_on_as_the_unbroken_one(chatty: SpeechLM, tmp_path: Path) -> None:
     with chatty.session(**TALK) as session:
         talk(session)
-        histories = again(chatty, session, tmp_path)
+        histories = [session.history, session.save(tmp_path / "talk.safetensors"), str(session.save(tmp_path / "talk"))]
         kept = session.turns
         following = [session.ask(*ASKED[turn]).answer() for turn in (3, 4)]
     assert torch.is_tensor(following[1].codes) and following[1].tokens

@@ -246,11 +246,6 @@ def test_past_overwritten_slots_the_conversation_is_fed_again(
         assert begun[-1][1] == 0
 
 
-def said_by(events: Iterator[Event]) -> list[Any]:
-    """What can be compared of events."""
-    return [e.text if isinstance(e, TextDelta) else e.samples.tolist() for e in events if not isinstance(e, Ended)]
-
-
 def held(session: Session, turn: int, count: int = 3) -> Iterator[Event]:
     """An iterator of an answer that someone stopped reading after some events."""
     events = session.ask(*ASKED[turn])
@@ -271,7 +266,9 @@ def test_an_old_iterator_takes_nothing_of_a_newer_answer(chatty: SpeechLM, assis
             first = [next(new), next(new)]
             if disturbed:
                 assert reason(old) == "cancelled"
-            got.append((said_by(chain(first, new)), len(session.turns)))
+            events = [event for event in chain(first, new) if not isinstance(event, Ended)]
+            said = [e.text if isinstance(e, TextDelta) else e.samples.tolist() for e in events]
+            got.append((said, len(session.turns)))
     assert got[0] == got[1] and got[0][1] == 2
 
 

@@ -53,11 +53,6 @@ def counted(gpu: FakeGPU) -> Callable[[Callable[[], Any]], tuple[list[str], int]
     return count
 
 
-def prefilled(model: SpeechModel, runner: Runner) -> Any:
-    packed = pack(model.layout, [ask(model.layout, i) for i in WHICH], [])
-    return prefill(model, runner.cache, range(len(WHICH)), packed, 8)
-
-
 @pytest.mark.long
 def test_nothing_waits_from_prefill_to_the_end(model: SpeechModel, counted: Any) -> None:
     layout = model.layout
@@ -68,13 +63,11 @@ def test_nothing_waits_from_prefill_to_the_end(model: SpeechModel, counted: Any)
 
     def fill() -> None:
         nonlocal hidden
-        hidden = prefilled(model, runner)
+        hidden = prefill(model, runner.cache, range(len(WHICH)), pack(layout, [ask(layout, i) for i in WHICH], []), 8)
 
     assert counted(fill) == ([], 1)  # one copy for the prompts of all rows, whatever the pieces
-    assert counted(lambda: rows.extend(runner.begin(range(len(starts)), hidden, starts))) == (
-        [],
-        2,
-    )  # the rows' numbers, and the first columns
+    begun = counted(lambda: rows.extend(runner.begin(range(len(starts)), hidden, starts)))
+    assert begun == ([], 2)  # the rows' numbers, and the first columns
     for _ in range(2):
         assert counted(runner.step) == ([], 1)
     assert counted(lambda: runner.leave(rows[1])) == ([], 0)

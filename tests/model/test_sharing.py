@@ -152,9 +152,7 @@ def test_dselect_k_settles_on_k(experts: int) -> None:
     module = DSelectK(6, 8, 3, experts=experts)
     assert_near(module.gate().sum(1), torch.ones(3), 1e-5)
     assert (module.gate() > 0).all()
-    module.digits.data = torch.where(
-        torch.randn(module.digits.shape, generator=torch.Generator().manual_seed(5)) > 0, 2.0, -2.0
-    )
+    module.digits.data = 2 * torch.randn(module.digits.shape, generator=torch.Generator().manual_seed(5)).sign()
     assert ((module.gate() > 0).sum(1) <= 2).all()
     assert_near(module.gate().sum(1), torch.ones(3), 1e-5)
     with pytest.raises(UserError, match=r"projector.settings.experts is 5; dselect_k .* give a power of two"):

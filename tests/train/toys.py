@@ -373,10 +373,8 @@ def main(options: dict[str, Any]) -> int:
         )
         try:
             parts = toy_parts(losing) if lora is None else adapted_parts(lora, losing, config.fabric.precision)
-            if run.get("answers"):
-                parts = replace(
-                    parts, validate=lambda weights, step, seconds=run["answers"]: {"slow": time.sleep(seconds) or 1.0}
-                )
+            if seconds := run.get("answers"):
+                parts = replace(parts, validate=lambda weights, step, seconds=seconds: {"slow": time.sleep(seconds) or 1.0})
             if run.get("export"):
                 parts = replace(parts, export=toy_export(*run["export"]))
             failing = [FailingCallback(run["callback"])] if run.get("callback") else []

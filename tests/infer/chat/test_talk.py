@@ -279,12 +279,9 @@ def test_other_rates_and_two_channels_are_converted(talk: Talks, lm: SpeechLM) -
     sound.script = iter([*sound.quiet(0.5), *sound.say(1.2), *sound.quiet(1.4), Wait()])  # at twice the pace
     talked = talk(None, *SHORT, sound=sound)
     assert talked.done.code == 0, talked.done.err
-    assert sound.opened == [(k, i, r, c) for k, i in (("input", 0), ("output", 1)) for r, c in forms(k)]
+    forms = [(RATE, 1), (48_000, 1), (RATE, 2), (48_000, 2)]
+    assert sound.opened == [(kind, number, *form) for kind, number in (("input", 0), ("output", 1)) for form in forms]
     assert len(talked.asked) == 1 and abs(len(talked.asked[0]) / RATE - 0.8) < 0.07
-
-
-def forms(kind: str) -> list[tuple[int, int]]:
-    return [(RATE, 1), (48_000, 1), (RATE, 2), (48_000, 2)]
 
 
 def test_a_kept_question_has_the_same_answer_by_ask(talk: Talks, run: Any, tmp_path: Path) -> None:
@@ -322,9 +319,7 @@ def test_the_models_turn_head_ends_questions_where_it_has_one(talk: Talks, judgi
             assert place_of(piece, talked.sound.input) >= 0
         return [len(piece) / RATE for piece in talked.asked]
 
-    assert asked()[0] == pytest.approx(
-        0.6, abs=0.1
-    )  # it ends in the pause; what follows is no interruption, once an answer began
+    assert asked()[0] == pytest.approx(0.6, abs=0.1)  # in the pause; what follows is no interruption, once an answer began
     high = '{"type": "semantic_vad", "eagerness": "high"}'
     assert asked("--turn_detection", high)[0] == pytest.approx(0.6, abs=0.1)
     assert asked("--turn_detection", "server_vad") == pytest.approx([1.45], abs=0.1)
@@ -343,28 +338,21 @@ def test_a_question_longer_than_the_model_takes_is_cut_and_told(talk: Talks, mon
     assert 0.9 < len(talked.asked[0]) / RATE < 1.2 and "warning: the question was cut after 1." in talked.done.err
 
 
-def test_a_question_between_two_presses_is_cut_at_the_longest(talk: Talks, monkeypatch: Any) -> None:
-    monkeypatch.setattr("infer.chat.chat.longest", lambda config: 1.5)
-
+@pytest.mark.parametrize(("longest", "said", "asked"), [(1.5, 1.2, 1.0), (math.inf, 0.5, 0.5)], ids=["cut", "as of a server"])
+def test_a_pressed_question_is_cut_at_the_longest_where_it_is_known(
+    talk: Talks, longest: float, said: float, asked: float, monkeypatch: Any
+) -> None:
     def script(sound: FakeSound) -> Iterator[Any]:
         yield "enter"
-        yield from sound.say(1.2)
+        yield from sound.say(said)
+        if longest == math.inf:
+            yield "enter"
         yield from sound.until_played()
 
+    monkeypatch.setattr("infer.chat.chat.longest", lambda config: longest)
     talked = talk(script, "--turn_detection", "none", *SHORT)
-    assert len(talked.asked[0]) == RATE and "warning: the question was cut after 1.0 s" in talked.done.err
-
-
-def test_a_pressed_question_is_whole_where_the_longest_is_not_known(talk: Talks, monkeypatch: pytest.MonkeyPatch) -> None:
-    def script(sound: FakeSound) -> Iterator[Any]:
-        yield "enter"
-        yield from sound.say(0.5)
-        yield "enter"
-        yield from sound.until_played()
-
-    monkeypatch.setattr("infer.chat.chat.longest", lambda config: math.inf)  # as of a server
-    talked = talk(script, "--turn_detection", "none", *SHORT)
-    assert talked.done.code == 0 and len(talked.asked[0]) == RATE // 2
+    assert talked.done.code == 0 and len(talked.asked[0]) == asked * RATE
+    assert ("warning: the question was cut after 1.0 s" in talked.done.err) == (said > asked)
 
 
 def test_a_question_that_is_hardly_one_is_doubted(talk: Talks) -> None:

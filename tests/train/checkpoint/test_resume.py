@@ -186,9 +186,7 @@ def test_extending_with_anything_else_is_refused(undisturbed: dict[str, Path], c
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, undisturbed: dict[str, Path], damage: str, said: str) -> None:
     """With the one before it, from which the run then goes on."""
     for step in (3, 8):
-        shutil.copytree(
-            undisturbed["adamw"] / "checkpoints" / "step-00000008", tmp_path / "checkpoints" / retention.name_of(step)
-        )
+        shutil.copytree(undisturbed["adamw"] / "checkpoints/step-00000008", tmp_path / "checkpoints" / retention.name_of(step))
     config, folder = toy_config(tmp_path), tmp_path / "checkpoints" / "step-00000008"
     weights, state = folder / "tensors" / "state.safetensors", folder / "state.json"
     if damage == "truncated":
@@ -387,9 +385,8 @@ def test_a_run_on_a_gpu_repeats_and_resumes_bit_for_bit(tmp_path: Path, precisio
 def test_paged_state_stays_paged_over_a_resume(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     config = OptimizerConfig("paged_adamw_8bit", lr=1e-2)
-    group: Any = SimpleNamespace(
-        rank=0, world=1, first=True, gather=lambda value: [value], raise_if_any_failed=lambda error: None
-    )
+    alone = {"rank": 0, "world": 1, "first": True}
+    group: Any = SimpleNamespace(**alone, gather=lambda value: [value], raise_if_any_failed=lambda error: None)
     ends = []
     for resumed in (False, True):
         torch.manual_seed(0)

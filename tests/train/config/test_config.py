@@ -318,9 +318,7 @@ def test_impossible_values_name_their_key(make, key: str) -> None:  # type: igno
 
 @pytest.mark.parametrize("path", ["a", ("a", "s3://b/c")])
 def test_a_stored_source_has_a_folder_or_a_list_of_them(path, tmp_path):
-    (tmp_path / "run.yaml").write_text(
-        "data: {sources: [{kind: stored, path: x}]}\nmodel: {preset: nano}\nbudget: {steps: 3}\n"
-    )
+    (tmp_path / "run.yaml").write_text("data: {sources: [{kind: stored, path: x}]}\nmodel: {preset: nano}\nbudget: {steps: 3}")
     given = path if isinstance(path, str) else f"[{', '.join(path)}]"
     config, _ = read_fit_config([str(tmp_path / "run.yaml"), "--data.sources.0.path", given])
     assert config.data.sources[0].path == path and config.data.sources[0].folders == (("a",) if path == "a" else path)

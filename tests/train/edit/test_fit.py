@@ -133,9 +133,8 @@ def test_an_editor_of_others_edits(place, tmp_path):
     mend = Mend.of(lm.model, ["decoder.blocks.1.mlp.up"], MendConfig(TransformConfig(rank=4), edit_lr=0.01))
     lessons = EditObjective(lm, mend.shapes)
     facts = write(tmp_path / "facts.jsonl", [{"question_text": "one", "answer_text": "ab"}])
-    rows = fact_rows(
-        read_facts(facts, lm.tokenizer), Synthesiser(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec), 1
-    )
+    speaker = Synthesiser(SpeakConfig(voices=(VOICE,), answer_voice=VOICE), lm.codec)
+    rows = fact_rows(read_facts(facts, lm.tokenizer), speaker, 1)
     pieces = lessons.pieces(rows[0], ["T1T2"])
     mend(gradient_factors(lm.model, mend.shapes, pieces, lessons.loss))  # its statistics
     archive = archive_of(tmp_path / "mend.pt", their_state(mend))

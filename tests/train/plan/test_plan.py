@@ -391,7 +391,6 @@ def test_knobs_leave_out_what_a_balance_cannot_have() -> None:
     config, model = balanced("modo", micro=3, rows=4), shape(layers=1)
     found = saved(config, model, 64, cuda=True)
     assert found and all(one.config.data.micro_batches % 3 == 0 for one in found)
+    alone = replace(config.data, sources=(SourceConfig("spoken-digits", tasks={"A1A2": 1.0}),))
     with pytest.raises(UserError, match="one micro-batch|to balance"):
-        counted(
-            replace(config, data=replace(config.data, sources=(SourceConfig("spoken-digits", tasks={"A1A2": 1.0}),))), model
-        )
+        counted(replace(config, data=alone), model)

@@ -72,10 +72,8 @@ def slow_step(config: FitConfig) -> Callable[[SpeechModel, Sequence[Batch], Tens
                 lambda: summed(model, batches, counts), lambda: summed(model, [judge], wanted), [*shared, *own], lr
             )
             if section.method != "forum":
-                weights = balancer.ahead()
-                torch.stack(
-                    [w * x for w, x in zip(weights.tolist(), summed(model, batches, counts), strict=True)]
-                ).sum().backward()
+                pairs = zip(balancer.ahead().tolist(), summed(model, batches, counts), strict=True)
+                torch.stack([weight * loss for weight, loss in pairs]).sum().backward()
             return None
         if section.at == "loss":
             backward(balancer, summed(model, batches, counts), shared, own)

@@ -24,9 +24,7 @@ def test_shapes_over_steps(name: str, final: float) -> None:
     assert rates[:10] == [(i + 1) / 10 for i in range(10)]
     for step in range(10, 100):
         x = (step - 10) / 90
-        shape = {"cosine": (1 + math.cos(math.pi * x)) / 2, "linear": 1 - x, "wsd": min(1.0, 2 * (1 - x)), "constant": 1.0}[
-            name
-        ]
+        shape = {"cosine": (1 + math.cos(math.pi * x)) / 2, "linear": 1 - x, "wsd": min(1, 2 - 2 * x), "constant": 1}[name]
         wanted = 1.0 if name == "constant" else final + (1 - final) * shape
         assert rates[step] == pytest.approx(wanted)
 

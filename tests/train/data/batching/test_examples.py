@@ -83,9 +83,8 @@ def test_an_example_is_the_tasks_columns_and_its_prompt_that_of_serving(name, ta
     row = row_of(model)
     made = maker_of(model).make(0, Prepared(row), [task])
     turn, audio = row.turns[0], row.turns[0].question_audio.samples
-    served = prompt(
-        model.layout, Turn(task, features=model.features(len(audio)), question=TOKENIZER.encode(turn.question_text))
-    )
+    question = TOKENIZER.encode(turn.question_text)
+    served = prompt(model.layout, Turn(task, features=model.features(len(audio)), question=question))
     start = len(served)
     assert torch.equal(made.columns.tokens[:, :start], served.tokens)
     assert torch.equal(made.columns.feature_index[:start], served.feature_index)

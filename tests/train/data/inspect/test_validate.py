@@ -121,9 +121,7 @@ def test_codes_of_another_codec_than_the_weights_go_on(tmp_path: Path, monkeypat
     rows = [replace(row(i), turns=(replace(row(i).turns[0], answer_codes=CODES[name]),)) for i, name in enumerate(names)]
     findings = Findings(examples=9)
     validate(stored(tmp_path, rows), (), Bounds(), Codecs(tmp_path / "snac"), findings)
-    assert findings.shown["unknown_codec"] == [
-        (f"{tmp_path / 'rows-00000.parquet'} row 3", 'codec "nobody\'s" is not known here')
-    ]
+    assert findings.shown["unknown_codec"] == [(f"{tmp_path}/rows-00000.parquet row 3", 'codec "nobody\'s" is not known here')]
     assert findings.counts["codes_length"] == 2  # those of the weights are judged by them
     broken = Codecs(tmp_path / "torn")
     with pytest.raises(UserError, match="torn holds no snac"):

@@ -160,12 +160,11 @@ def test_paths_may_not_leave_the_folder(tmp_path, name):
     write_tone(folder / "wav/q.wav")
     (folder / "link.wav").symlink_to(tmp_path / "secret.wav")
     (folder / "wav/link").symlink_to(tmp_path)
+    both = ("wav/q.wav", name)
     tables = {
-        "a.jsonl": [{"question_audio": "wav/q.wav"}, {"question_audio": name}],
-        "b.jsonl": [{"audio_filepath": path, "duration": 0.2, "text": "x"} for path in ("wav/q.wav", name)],
-        "c.jsonl": [
-            {"speech": path, "conversations": [{"from": "human", "value": "<speech>"}]} for path in ("wav/q.wav", name)
-        ],
+        "a.jsonl": [{"question_audio": path} for path in both],
+        "b.jsonl": [{"audio_filepath": path, "duration": 0.2, "text": "x"} for path in both],
+        "c.jsonl": [{"speech": path, "conversations": [{"from": "human", "value": "<speech>"}]} for path in both],
     }
     for file, rows in tables.items():
         broken = only_broken(write_lines(folder / file, rows))
@@ -241,11 +240,9 @@ def test_recordings_that_are_commands_are_not_run(tmp_path, kind):
 def test_a_recording_shorter_than_its_manifest_says(tmp_path):
     entry = cut(tmp_path)
     soundfile.write(tmp_path / "short.wav", np.zeros((RATE, 2), np.float32), RATE)
-    short = entry | {
-        "recording": entry["recording"] | {"sources": [{"type": "file", "channels": [0, 1], "source": "short.wav"}]}
-    }
-    path = write_lines(tmp_path / "cuts.jsonl", [entry, short])
-    broken = only_broken(path)
+    sources = [{"type": "file", "channels": [0, 1], "source": "short.wav"}]
+    short = entry | {"recording": entry["recording"] | {"sources": sources}}
+    broken = only_broken(write_lines(tmp_path / "cuts.jsonl", [entry, short]))
     assert "1.00 to 3.00 s lies beyond" in broken.why and "lasts 1.00 s" in broken.why
 
 

@@ -76,9 +76,8 @@ def test_recordings_that_are_left_out_are_spoken_again(tmp_path):
 
 def test_recordings_that_cannot_be_had_are_optional(tmp_path):
     sound = Sound(data=b"no sound")
-    write_rows(
-        tmp_path / "a.parquet", [Row((RowTurn("One?", sound, "Two."),)), Row((RowTurn("", sound),)), Row((RowTurn("a"),))]
-    )
+    turns = (RowTurn("One?", sound, "Two."), RowTurn("", sound), RowTurn("a"))
+    write_rows(tmp_path / "a.parquet", [Row((turn,)) for turn in turns])
     for audio in ("optional", "none"):
         first, broken, last = open_source(tmp_path / "a.parquet", ReaderOptions(audio=audio))
         assert isinstance(first, Row) and isinstance(last, Row) and isinstance(broken, Broken)

@@ -6,7 +6,7 @@ import io
 import json
 import tarfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +96,11 @@ def options(kind: str) -> ReaderOptions | None:
     return ReaderOptions(columns=COLUMNS) if kind == "tar" else None
 
 
-def pipeline(
-    path: Path | str, kind: str, more: tuple[SourceConfig, ...] = (), broken: Any = "error", **changes: Any
-) -> Pipeline:
+def pipeline(path: Path | str, kind: str, more: Sequence[SourceConfig] = (), broken: Any = "error", **changes: Any) -> Pipeline:
     settings: dict[str, Any] = {"tasks": {"A1A2": 0.6, "A1T1": 0.4}, "read": options(kind), "window": 3}
     source = SourceConfig("stream", path=str(path), **{**settings, **changes})
-    packing = PackingConfig(rows=2, length=160, buffer=4)
-    return build_pipeline(
-        DataConfig((source, *more), packing=packing, broken=broken, seed=5), MODEL, TOKENIZER, codec_of(MODEL)
-    )
+    config = DataConfig((source, *more), packing=PackingConfig(rows=2, length=160, buffer=4), broken=broken, seed=5)
+    return build_pipeline(config, MODEL, TOKENIZER, codec_of(MODEL))
 
 
 @pytest.mark.parametrize("kind", ["tar", "parquet"])
