@@ -83,8 +83,7 @@ class AnsweringOptions(DeviceOptions):
     text_assist: bool = rare(False, "let a second row write the text of spoken answers (mini-omni's batch of two)")
     max_seconds: AnswerSeconds = option(30.0, "longest spoken answer")
     context: Positions | None = rare(
-        None,
-        "positions of a conversation, which drops its oldest turns when full; by default the model's, 4096 at most",
+        None, "positions of a conversation, which drops its oldest turns when full; by default the model's, 4096 at most"
     )
 
     @property

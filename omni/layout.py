@@ -396,11 +396,7 @@ class Cursor:
 
     @classmethod
     def start(
-        cls,
-        layout: Layout,
-        text_active: Sequence[bool],
-        audio_active: Sequence[bool],
-        device: torch.device | str | None = None,
+        cls, layout: Layout, text_active: Sequence[bool], audio_active: Sequence[bool], device: torch.device | str | None = None
     ) -> Cursor:
         """A cursor before the first column, one row per entry; UserError for a layout with a stream that is `given`."""
         import torch

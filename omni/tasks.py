@@ -255,9 +255,7 @@ def answer(layout: Layout, turn: Turn) -> Columns:
     text = torch.as_tensor(turn.text, dtype=torch.long) if task.text else None
     tokens, valid = layout.delayed(text, turn.codes if task.audio else None, cut=turn.cut)
     replied = Columns(
-        tokens=tokens,
-        targets=torch.where(valid, tokens, IGNORE),
-        feature_index=torch.full((tokens.shape[1],), -1),
+        tokens=tokens, targets=torch.where(valid, tokens, IGNORE), feature_index=torch.full((tokens.shape[1],), -1)
     )
     return replied if layout.chat is None else join([replied, written(layout, layout.chat.after)])
 

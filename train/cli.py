@@ -84,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _rank() or error.alone:  # all processes of a run fail alike; the first one reports
             say(f"error: {error}")
         elif not error.shared:
-            return _only_here(error)
+            time.sleep(GRACE)  # where the first process has the mistake as well, the launcher ends this one before
+            say(f"error: process {_rank()} (host {socket.gethostname()}): {error}")
+            return error.code
         if not error.again:
             _end_launcher()
         return 0 if _rank() and not error.alone else error.code
@@ -110,14 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rank() -> int:
     """Number of this process of a run; 0 for the first, and for any other."""
     return next((rank for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if (rank := int(os.environ.get(name) or 0)) > 0), 0)
-
-
-def _only_here(error: UserError) -> int:
-    """Reports a mistake of a process that is not the first. Where the first one has it as well, the launcher ends this one
-    before."""
-    time.sleep(GRACE)
-    say(f"error: process {_rank()} (host {socket.gethostname()}): {error}")
-    return error.code
 
 
 def _end_launcher() -> None:

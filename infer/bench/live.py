@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 import tempfile
 import textwrap
@@ -210,12 +211,9 @@ class LiveTable:
 
     def largest_without_underrun(self) -> int | None:
         """The largest number up to which somebody heard something, and nobody a gap; None for none."""
-        best = None
-        for run in self.runs:
-            if run.underruns or run.errors:
-                break
-            best = run.sessions if run.first_audio.count else best
-        return best
+        smooth = itertools.takewhile(lambda run: not (run.underruns or run.errors), self.runs)
+        heard = [run.sessions for run in smooth if run.first_audio.count]
+        return heard[-1] if heard else None
 
 
 def cells(run: LiveFigures) -> list[str]:

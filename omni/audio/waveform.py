@@ -29,12 +29,7 @@ _WAY = "give numbers as a tensor, an array or a list: [S], [1, S], [2, S] or [S,
 
 
 def read_sound(
-    sound: Any,
-    sample_rate: Any,
-    target: int = SAMPLE_RATE,
-    *,
-    max_seconds: float = MAX_SECONDS,
-    name: str = "the question",
+    sound: Any, sample_rate: Any, target: int = SAMPLE_RATE, *, max_seconds: float = MAX_SECONDS, name: str = "the question"
 ) -> Tensor:
     """Samples, or a sound file (see `AudioSource`), as mono `[S]` float32 at `target` samples per second.
 

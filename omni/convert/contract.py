@@ -28,6 +28,7 @@ another shape or type. Tables that the other format joins are split by `Lazy.row
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -167,10 +168,7 @@ def whole_number(settings: Mapping[str, Any], key: str, where: str | Path, least
 
 def one_dtype(source: Foreign) -> torch.dtype:
     """The common type of all tensors; UserError naming the first that differs from most."""
-    count: dict[torch.dtype, int] = {}
-    for tensor in source.tensors.values():
-        count[tensor.dtype] = count.get(tensor.dtype, 0) + 1
-    most = max(count, key=lambda dtype: count[dtype])
+    most = Counter(tensor.dtype for tensor in source.tensors.values()).most_common(1)[0][0]
     for name, tensor in source.tensors.items():
         if tensor.dtype != most:
             raise UserError(

@@ -71,11 +71,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(
-    path: Path,
-    *,
-    encoder: Foreign | WhisperConfig | None = None,
-    tokenizer: Path | None = None,
-    drop_vision: bool = False,
+    path: Path, *, encoder: Foreign | WhisperConfig | None = None, tokenizer: Path | None = None, drop_vision: bool = False
 ) -> Foreign:
     """Reads the whole model of a checkpoint of mini-omni or mini-omni2.
 

@@ -44,13 +44,7 @@ class Unread:
     """Placeholder for an object of an archive that is not needed."""
 
 
-def read_editor(
-    path: Path,
-    model: nn.Module,
-    *,
-    settings: Path | None = None,
-    rename: Callable[[str], str] = our_name,
-) -> Mend:
+def read_editor(path: Path, model: nn.Module, *, settings: Path | None = None, rename: Callable[[str], str] = our_name) -> Mend:
     """Reads a hypernetwork for a model's linears. UserError: no such archive, one with other objects in it, linears whose names
     are given nowhere, or that the model does not have.
 

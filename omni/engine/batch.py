@@ -94,13 +94,7 @@ class EngineBatch:
     """
 
     def __init__(
-        self,
-        model: SpeechModel,
-        fixed: int | None,
-        context: int | None,
-        sound: SoundThread,
-        recorder: Recorder,
-        **options: Any,
+        self, model: SpeechModel, fixed: int | None, context: int | None, sound: SoundThread, recorder: Recorder, **options: Any
     ) -> None:
         self.model, self.fixed, self.context = model, fixed, context
         self.runner: Runner | None = None

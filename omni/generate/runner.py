@@ -277,14 +277,7 @@ class Runner:
     """
 
     def __init__(
-        self,
-        model: SpeechModel,
-        rows: int,
-        length: int,
-        *,
-        chunk: int = 512,
-        graph: bool | None = None,
-        compile: bool = False,
+        self, model: SpeechModel, rows: int, length: int, *, chunk: int = 512, graph: bool | None = None, compile: bool = False
     ) -> None:
         self.model, self.layout = model, model.layout
         self._cuda = model.device.type == "cuda"

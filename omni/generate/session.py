@@ -265,11 +265,7 @@ class Session(AbstractContextManager["Session"], AbstractAsyncContextManager["Se
                 self.end(answer, "settle")
 
     def cancel(
-        self,
-        played_seconds: float | None = None,
-        shown_characters: int | None = None,
-        *,
-        only: Listener | None = None,
+        self, played_seconds: float | None = None, shown_characters: int | None = None, *, only: Listener | None = None
     ) -> None:
         """Stop the answer that is being made, and cut the last answer in the history to the delivered part.
 

@@ -48,10 +48,7 @@ class Format:
 FORMATS: dict[str, Format] = {
     "omni": Format(streamed.recognise, streamed.read, streamed.write),
     "mini-omni": Format(
-        mini_omni.recognise,
-        mini_omni.read,
-        mini_omni.write,
-        "the codec's weights and what its config.json says",
+        mini_omni.recognise, mini_omni.read, mini_omni.write, "the codec's weights and what its config.json says"
     ),
     "whisper": Format(partial(parts.recognise, "whisper"), parts.read_whisper),
     "snac": Format(partial(parts.recognise, "snac"), partial(parts.read_codec, "snac")),

@@ -127,11 +127,7 @@ def sources_held_out(config: DataConfig) -> list[SourceConfig]:
 
 
 def held_out_of(
-    source: SourceConfig,
-    codec: AudioCodec | None,
-    count: int,
-    seed: int = 1,
-    broken: dict[str, str] | None = None,
+    source: SourceConfig, codec: AudioCodec | None, count: int, seed: int = 1, broken: dict[str, str] | None = None
 ) -> list[Row]:
     """Read `count` held-out rows of a source that has some (`has_held_out`), or all of fewer; `seed` draws synthetic ones.
     `broken`: collects why rows cannot be read, by file and row number, and such rows are left out; None makes it an error.

@@ -7,6 +7,7 @@ bit, the last one first.
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -112,10 +113,24 @@ def teach(
             loss = float(lessons.loss(lm.model, taught))
     else:
         others = _untouched(lm, lessons, facts, config, tasks)
+        drawn = draws(taught, config.finetune.facts, key(config.seed, "facts"))
+        drawn_others = draws(others, config.finetune.others, key(config.seed, "others"))
+        loss, kl = math.nan, math.nan if others else None
+
+        def mixed_loss() -> Tensor:
+            nonlocal loss, kl
+            display.tick(1, 0.0)
+            edit = lessons.loss(lm.model, next(drawn))
+            loss = float(edit.detach())
+            if not others:
+                return edit
+            divergence = lessons.divergence(lm.model, next(drawn_others))
+            kl = float(divergence.detach())
+            return edit + config.finetune.kl * divergence
+
         with closing(Display(config.finetune.steps, mode=progress)) as display:
-            mixture = _Mixture(lessons, taught, others, config, display)
-            edits = finetune(lm.model, mixture.loss, linears, config.finetune)
-        seconds, loss, kl = time.monotonic() - started, mixture.edit, mixture.kl if others else None
+            edits = finetune(lm.model, mixed_loss, linears, config.finetune)
+        seconds = time.monotonic() - started
     return ApplyResult(edits, len(facts.facts), seconds, loss, kl, _missed(lessons, edits, facts, forms, tasks))
 
 
@@ -250,35 +265,6 @@ def project(deltas: Sequence[Delta], norm: Literal["linf", "l2"], bound: float) 
             delta.b.mul_(bound / square**0.5)
 
 
-class _Mixture:
-    """Draws facts and untouched questions for each step."""
-
-    def __init__(
-        self,
-        lessons: EditObjective,
-        taught: list[EditExample],
-        others: list[EditExample],
-        config: ApplyConfig,
-        display: Display,
-    ) -> None:
-        self.lessons, self.weight, self.display = lessons, config.finetune.kl, display
-        self.taught = draws(taught, config.finetune.facts, key(config.seed, "facts"))
-        self.others = draws(others, config.finetune.others, key(config.seed, "others")) if others else None
-        self.edit = self.kl = float("nan")
-
-    def loss(self) -> Tensor:
-        """The loss of the next draw."""
-        self.display.tick(1, 0.0)
-        model = self.lessons.model
-        edit = self.lessons.loss(model, next(self.taught))
-        self.edit = float(edit.detach())
-        if self.others is None:
-            return edit
-        kl = self.lessons.divergence(model, next(self.others))
-        self.kl = float(kl.detach())
-        return edit + self.weight * kl
-
-
 def _missed(lessons: EditObjective, edits: Edits, facts: Facts, forms: list[list[Row]], tasks: list[str]) -> tuple[str, ...]:
     """Places of the facts to whose first form the edited model answers otherwise, as any of the tasks that it can be asked."""
     asked = [
@@ -338,14 +324,7 @@ def _replaced(model: Path, edits: Path, out: Path, overwrite: bool) -> Path:
 
 def _write(folder: Path, model: Path, loaded: Any) -> None:
     """Writes a model folder like another one, with the loaded weights; what earlier edits replaced is kept."""
-    codec = model / CODEC
-    save_folder(
-        folder,
-        loaded.config,
-        loaded.model.state_dict(),
-        loaded.tokenizer,
-        codec_folder=codec if codec.is_dir() else None,
-        extra=loaded.extra,
-    )
+    codec = model / CODEC if (model / CODEC).is_dir() else None
+    save_folder(folder, loaded.config, loaded.model.state_dict(), loaded.tokenizer, codec_folder=codec, extra=loaded.extra)
     if (model / REPLACED).is_dir():
         shutil.copytree(model / REPLACED, folder / REPLACED)

@@ -87,13 +87,7 @@ def draw_delays(by_chunk: Mapping[int, Figures], file: Path) -> Path:
 
 
 def evaluate_distances(
-    model: Path,
-    teacher: Path,
-    data: Path,
-    out: Path,
-    config: EvalConfig,
-    chunks: Sequence[int],
-    progress: Progress = "auto",
+    model: Path, teacher: Path, data: Path, out: Path, config: EvalConfig, chunks: Sequence[int], progress: Progress = "auto"
 ) -> tuple[dict[int, Figures], list[str]]:
     """Measures the mean `frame_distances` of a model's frames from the teacher's, and writes table, JSON and picture; figures
     by milliseconds, and why recordings were left out.

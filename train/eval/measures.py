@@ -226,14 +226,7 @@ def interval(name: str, figure: Figure) -> str:
 
 
 def register_metric(
-    name: str,
-    *,
-    what: str,
-    better: Better,
-    kind: Kind = "ratio",
-    unit: str = "",
-    title: str = "",
-    sound: bool = False,
+    name: str, *, what: str, better: Better, kind: Kind = "ratio", unit: str = "", title: str = "", sound: bool = False
 ) -> Callable[[Score], Score]:
     """A decorator for a metric's function (`Measure.score`); the other arguments as of `Measure`.
 

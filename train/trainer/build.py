@@ -67,15 +67,7 @@ from train.trainer.plots import pictures
 from train.trainer.preflight import check_machine, check_resume, check_start
 from train.trainer.signals import Stop
 from train.trainer.step import Feed, GuardedStep, PlainStep, Step, TimedStep
-from train.trainer.usage import (
-    NONE,
-    StepProfiler,
-    Usage,
-    is_out_of_memory,
-    out_of_memory,
-    step_range,
-    worker_lost,
-)
+from train.trainer.usage import NONE, StepProfiler, Usage, is_out_of_memory, out_of_memory, step_range, worker_lost
 from train.trainer.validation import RunValidation, Validator, answering_type, build_held_out, check_metric, outer_batches
 
 MODEL = "model"

@@ -78,12 +78,8 @@ def read_table(path: Path) -> list[dict[str, float]]:
         return []
     text = path.read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()
-    rows = []
-    for cells in csv.DictReader(lines):
-        if None in cells or None in cells.values():
-            continue
-        rows.append({name: float(cell) if cell else float("nan") for name, cell in cells.items()})
-    return rows
+    whole = (cells for cells in csv.DictReader(lines) if None not in cells and None not in cells.values())
+    return [{name: float(cell) if cell else math.nan for name, cell in cells.items()} for cells in whole]
 
 
 class Logs:

@@ -50,12 +50,7 @@ class ProtocolError(Exception):
     """
 
     def __init__(
-        self,
-        message: str,
-        code: str = "invalid_value",
-        param: str | None = None,
-        status: int = 400,
-        retry: bool = False,
+        self, message: str, code: str = "invalid_value", param: str | None = None, status: int = 400, retry: bool = False
     ) -> None:
         super().__init__(message)
         self.code, self.param, self.status, self.retry = code, param, status, retry

@@ -189,13 +189,7 @@ class Scan:
                             row, where = None, f"{file} row {done}"
                             try:
                                 row = None if why else from_plain(plain, self.folder, where)
-                            except (
-                                ValueError,
-                                TypeError,
-                                KeyError,
-                                OverflowError,
-                                RuntimeError,
-                            ) as error:  # the last is torch's
+                            except (ValueError, TypeError, KeyError, OverflowError, RuntimeError) as error:  # the last: torch's
                                 why = one_line(error).removeprefix(where).lstrip(": ")
                             yield FoundRow(first + done, where, plain, row, why)
                             done += 1

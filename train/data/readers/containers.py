@@ -30,16 +30,7 @@ from omni.stores.drivers import bare, list_objects, parent
 from omni.stores.reading import PIECE, ObjectReader, looked_up
 from omni.utils.remote import check_there, find_address, shown
 from train.data.readers.files import list_files
-from train.data.readers.records import (
-    JsonArray,
-    JsonLines,
-    Record,
-    Records,
-    TableRecords,
-    Transcript,
-    finite,
-    open_binary,
-)
+from train.data.readers.records import JsonArray, JsonLines, Record, Records, TableRecords, Transcript, finite, open_binary
 from train.data.rows.files import one_line
 from train.data.rows.reference import DataFile, reading
 
