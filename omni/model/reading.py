@@ -18,7 +18,7 @@ from omni.tasks import written
 
 LOOKED_AT, WIDTH, MARGIN = 8, 64, 9.0
 """Tokens of a position that the search looks at, readings that it keeps, and how far below the likeliest both are given up."""
-PRIOR, PER_TOKEN = 0.5, 2.0
+PRIOR, PER_TOKEN = 0.5, 3.0
 """Weight of the language model's log probability, and what each token adds, as a longer reading is the less likely one."""
 
 Ids = tuple[int, ...]

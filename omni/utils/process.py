@@ -170,9 +170,13 @@ LINES = {
 """How lines of libraries begin that are of no use to whoever runs this package, by the names of their loggers."""
 
 
+def _is_kept(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(LINES[record.name])
+
+
 def silence(logger: str) -> None:
     """Drops the line of this logger in `LINES`; to be called before its library is imported."""
-    logging.getLogger(logger).addFilter(lambda record: not record.getMessage().startswith(LINES[record.name]))
+    logging.getLogger(logger).addFilter(_is_kept)
 
 
 def say(text: str) -> None:
