@@ -47,7 +47,7 @@ def readings(logits: Tensor, ids: Tensor, blank: Tensor) -> dict[Ids, float]:
         summed = {prefix: (_log_sum(quiet), _log_sum(loud)) for prefix, (quiet, loud) in ends.items()}
         beam = dict(sorted(summed.items(), key=lambda item: _log_sum(item[1]), reverse=True)[:WIDTH])
     candidates = {prefix: _log_sum(parts) for prefix, parts in beam.items()}
-    return {prefix: score for prefix, score in candidates.items() if score > max(candidates.values()) - MARGIN}
+    return {prefix: score for prefix, score in candidates.items() if score >= max(candidates.values()) - MARGIN}
 
 
 def _log_sum(values: Iterable[float]) -> float:

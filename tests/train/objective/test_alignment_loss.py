@@ -264,6 +264,7 @@ def test_readings_have_torch_ctc_s_probabilities(monkeypatch):
         loss = F.ctc_loss(logits[:, None], torch.tensor([[i + 1 for i in ids]]), [6], [len(ids)], reduction="sum")
         assert score == pytest.approx(-float(loss), abs=1e-5)
     assert sum(map(math.exp, found.values())) == pytest.approx(1)
+    assert list(readings(logits[:, 1:] * math.nan, torch.ones(6, 3), logits[:, 0] * math.nan)) == [()]  # nothing was heard
 
 
 def test_the_language_model_chooses_among_readings_that_sound_alike():
