@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -139,7 +140,7 @@ class Objective(nn.Module):
         # Not a buffer: a module in bf16 has its buffers rounded, and with them the weights of the losses.
         self.stream_weights = torch.tensor(weights, dtype=torch.float32)
 
-    @property
+    @cached_property
     def align_first(self) -> float:
         """Share of the budget in which only what hears is trained (`ObjectiveConfig.align_first`); 0 where nothing of it is."""
         first = self.config.align_first
