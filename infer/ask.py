@@ -67,7 +67,7 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
                 session = new_session()
             if len(asked) > 1 and not options.json:
                 print(f"[{number + 1}/{len(asked)}] {on_one_line(question.name)}", file=say, flush=True)
-            whole &= _turn(session, question, task, path, options, say)
+            whole &= _turn(session, question, lm.config.answers(task), path, options, say)
     return whole
 
 

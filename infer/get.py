@@ -34,12 +34,12 @@ def get(options: GetOptions) -> None:
     assert isinstance(text.config, TextConfig)
     if load_encoder(encoder).fingerprint() != ENCODER:
         raise UserError(f"{whisper} is another Whisper than the one that {options.name} was trained with: give Whisper base")
-    growth = Growth(Layout.preset("codec2", text.config.size), "codec2", PROJECTOR)
+    growth = Growth(Layout.preset("codec2", text.config.size), "none", PROJECTOR)
     model = peft.merged(grow(text, encoder, growth, one_dtype(text)), SHIPPED / options.name)
     with bytes_written("writing", options.quiet) as show:
         omni_folder.write(model, Path(options.out), show)
     print(f"{options.out}: {options.name}, from {language_model} and {whisper}")
-    print(f"it does not speak; in writing: omni-infer ask question.wav --model {options.out} --task A1T2")
+    print(f"it answers in writing: omni-infer ask question.wav --model {options.out}")
 
 
 def local_parts(folder: Path) -> tuple[Path, Path]:

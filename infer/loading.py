@@ -46,11 +46,11 @@ def load(
     folder = DEFAULT_MODEL if options.model is None else options.model
     dtype = serving_dtype(options.dtype, device, folder)
     lm = SpeechLM.from_pretrained(folder, device, dtype, quantize=options.quantize)
-    missing = missing_package(folder) if speaks and lm.codec is None else None
-    if missing is not None and insists:
-        raise UserError(f"{missing}{otherwise}")
-    if missing is not None:
-        print(f"answers are text alone: {missing}", file=sys.stderr)
+    mute = why_mute(folder) if speaks and lm.codec is None else ""
+    if mute and insists:
+        raise UserError(f"{mute}{otherwise}")
+    if mute:
+        print(f"answers are text alone: {mute}", file=sys.stderr)
     elif speaks and lm.codec is None:
         raise UserError(
             f"{folder} has no weights of the codec {lm.config.codec!r}, so it cannot be heard; put them into "
@@ -65,13 +65,14 @@ def load(
     return lm, {**keywords, "overflow": "forget"}
 
 
-def missing_package(folder: str | os.PathLike[str]) -> PackageError | None:
-    """The error about a package that the codec of a model folder needs and that is not installed; None where there is none."""
+def why_mute(folder: str | os.PathLike[str]) -> str:
+    """Why a model folder answers without sound: it was not taught to speak, or a package of its codec is not installed."""
+    config = read_config(folder)
     try:
-        load_codec_of(folder, read_config(folder))
+        load_codec_of(folder, config)
     except PackageError as error:
-        return error
-    return None
+        return str(error)
+    return f"{folder} was not taught to speak" if config.codec == "none" else ""
 
 
 def bytes_of(model: SpeechModel) -> int:

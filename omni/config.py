@@ -18,7 +18,7 @@ from omni.encoder.config import ENCODERS, EncoderConfig
 from omni.encoder.whisper_config import ENCODER_PRESETS, WhisperConfig
 from omni.errors import UserError, closest
 from omni.layout import LARGEST, Layout
-from omni.tasks import find_task
+from omni.tasks import Task, find_task, find_writer
 from omni.utils.configuration import configuration, validate
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ class ModelConfig:
 
     Attributes:
         codec: name of the audio codec (`codec2`, `snac`, or one that was registered), which the layout's audio streams must
-            fit.
+            fit; `none` where it was not taught to speak.
         ctc: ids of an alignment head on the encoder (blank first), 0 for none, used in training only; or `tokens`: it reads
             features as tokens of the text stream, and the decoder takes what it reads (`omni.model.projector.TokenHead`).
         ctc_sounds: ids of its second spelling, by sounds (their blank first); they follow those of the first.
@@ -209,6 +209,11 @@ class ModelConfig:
         if self.decoder.combine == "sum":
             return 1
         return self.layout.n_audio if self.layout.features == "replace" else len(self.layout)
+
+    def answers(self, task: Task | str) -> Task:
+        """The task as which it answers: the one in writing, where it was not taught to speak."""
+        task = find_task(task)
+        return find_writer(task) if self.codec == "none" and task.text and task.audio else task
 
     def features(self, samples: int) -> int:
         """Decoder positions that a clip of `samples` at 16 kHz takes."""

@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from infer.checks import read_adapters
-from infer.loading import is_small, missing_package, serving_dtype, warm_up
+from infer.loading import is_small, serving_dtype, warm_up, why_mute
 from infer.options import DEFAULT_MODEL, ServeOptions
 from infer.serve.app import create_app
 from infer.serve.connections import HttpConnection, SocketConnection, most_connections
@@ -49,9 +49,9 @@ def serve(options: ServeOptions) -> None:
         adapters = read_adapters(options.adapter, model)
         say(f"loading {model} in a process of its own, and measuring what a step of it costs")
         host = EngineHost(lambda: start_engine(model, options), adapters)
-        missing = missing_package(model) if host.engine.codec is None else None
-        if missing is not None:
-            say(f"answers are text alone: {missing}")
+        mute = why_mute(model) if host.engine.codec is None else ""
+        if mute:
+            say(f"answers are text alone: {mute}")
         try:
             app = create_app(host, settings_of(model, options), keys)
             gc.collect()

@@ -120,6 +120,19 @@ def _codec2(folder: Path | None, device: torch.device, name: str = "codec2") -> 
 
 
 @register_codec(
+    "none",
+    sample_rate=8000,
+    frame_rate=25.0,
+    codebook_sizes=(512, 512, 16, 64),
+    weights="a codec, and its model answers in writing",
+    layout="codec2",
+)
+def _none(folder: Path | None, device: torch.device) -> AudioCodec:
+    """Of a model that was not taught to speak."""
+    raise UserError("its model answers in writing: leave the folder out")
+
+
+@register_codec(
     "codec2-1600",
     sample_rate=8000,
     frame_rate=25.0,

@@ -130,7 +130,7 @@ class Session(AbstractContextManager["Session"], AbstractAsyncContextManager["Se
         self.check()
         self.commit()
         clock = Clock()
-        task = find_task(task)
+        task = self.config.answers(task)
         if isinstance(question, (Listening, AudioSoFar)) and task.question == "text":
             raise UserError(f"task {task.name} asks in writing, but the question is sound; ask by speech")
         if isinstance(question, Listening):

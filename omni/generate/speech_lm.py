@@ -257,7 +257,7 @@ class SpeechLM(Sessions):
         asked = []
         for number, (question, own_task, text) in enumerate(zip(questions, tasks, systems, strict=True), 1):
             try:
-                read = read_question(question, own_task, self.config, self.tokenizer, sample_rate)
+                read = read_question(question, self.config.answers(own_task), self.config, self.tokenizer, sample_rate)
             except UserError as error:
                 raise UserError(f"question {number} of {len(questions)}: {error}") from error
             asked.append(read.after(read_system(text, self.tokenizer)))

@@ -250,7 +250,7 @@ def test_register_adds_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Non
 @pytest.mark.long
 def test_what_is_known_of_a_codec_is_what_it_is() -> None:
     """Without its weights: rates, sizes, and the orders of a frame's codes."""
-    for name in sorted(CODECS):
+    for name in sorted(CODECS.keys() - {"none"}):
         spec = CODECS.find(name)
         made = spec.load(None, torch.device("cpu")) if spec.random else load_codec(name)
         assert (spec.sample_rate, spec.frame_rate) == (made.sample_rate, made.frame_rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,7 @@ WORDS = [
     "--encoder_window",
     "1",
     "--codec",
-    "codec2",
+    "none",
     "--projector",
     "transformer",
     "--projector_hidden",
@@ -63,6 +64,13 @@ def test_parts_and_what_ships_make_the_model(tmp_path, monkeypatch, capsys):
     assert run_convert([str(grown), str(tmp_path / "merged"), "--lora", str(tmp_path / "smol")]) == 0
     wanted, ours = (load_folder(tmp_path / name).model.state_dict() for name in ("merged", "got"))
     assert wanted.keys() == ours.keys() and all(torch.equal(wanted[name], ours[name]) for name in wanted)
+
+    asked = ["ask", "--text", "hi", "--model", str(tmp_path / "got"), "--max_tokens", "2", "--json"]
+    capsys.readouterr()
+    assert main(asked) == 0
+    told = capsys.readouterr()
+    assert "not taught to speak" in told.err and json.loads(told.out)["task"] == "T1T2" and not Path("answer.wav").exists()
+    assert main([*asked, "--task", "T1A2"]) == 2 and "got was not taught to speak, or ask for text" in capsys.readouterr().err
 
     kept = {"revision": get.COMMIT, "allow_patterns": ["*.json", "model.safetensors"]}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **more: str(parts / "smollm") if more == kept else "")

@@ -223,7 +223,7 @@ def grow_speech_model(
     if options.keep_text:
         check_options(options, ("keep_text", "dtype", "seed", "tokenizer"), "--keep_text leaves sound aside")
         growth = Growth(
-            Layout.preset("codec2", text.config.size), "codec2", ProjectorConfig("linear"), "zero", "sum", options.seed
+            Layout.preset("codec2", text.config.size), "none", ProjectorConfig("linear"), "zero", "sum", options.seed
         )
         model = grow(text, ENCODER_PRESETS["nano"], growth, dtype)
         words = f"a text model{chat_words(text)}; its audio parts are the smallest there are, and untrained"
