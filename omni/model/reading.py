@@ -16,8 +16,9 @@ from torch import Tensor
 from omni.model.decoder import Decoder, Hidden
 from omni.tasks import written
 
-LOOKED_AT, WIDTH, MARGIN = 8, 64, 9.0
-"""Tokens of a position that the search looks at, readings that it keeps, and how far below the likeliest both are given up."""
+LOOKED_AT, WIDTH, MARGIN, CLOSE = 8, 64, 9.0, 6.0
+"""Tokens of a position that the search looks at, readings that it keeps, how far below the likeliest a token is given up, and a
+reading at the end."""
 PRIOR, PER_TOKEN = 0.5, 3.0
 """Weight of the language model's log probability, and what each token adds, as a longer reading is the less likely one."""
 
@@ -47,7 +48,7 @@ def readings(logits: Tensor, ids: Tensor, blank: Tensor) -> dict[Ids, float]:
         summed = {prefix: (_log_sum(quiet), _log_sum(loud)) for prefix, (quiet, loud) in ends.items()}
         beam = dict(sorted(summed.items(), key=lambda item: _log_sum(item[1]), reverse=True)[:WIDTH])
     candidates = {prefix: _log_sum(parts) for prefix, parts in beam.items()}
-    return {prefix: score for prefix, score in candidates.items() if score >= max(candidates.values()) - MARGIN}
+    return {prefix: score for prefix, score in candidates.items() if score >= max(candidates.values()) - CLOSE}
 
 
 def _log_sum(values: Iterable[float]) -> float:

@@ -256,7 +256,8 @@ def test_features_left_out_are_as_if_they_were_not_there(packed):
 def test_readings_have_torch_ctc_s_probabilities(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(reading, "WIDTH", 10_000)
-    monkeypatch.setattr(reading, "MARGIN", 1e9)
+    for name in ("MARGIN", "CLOSE"):
+        monkeypatch.setattr(reading, name, 1e9)
     logits = torch.randn(6, 4).log_softmax(1)
     found = readings(*logits[:, 1:].topk(3), logits[:, 0])
     assert len(found) > 200
