@@ -24,7 +24,7 @@ def main(wordnet: str = "/usr/share/wordnet", fortunes: str = "/usr/share/games/
     for name, rows in (("sentences", joined(distinct(texts), rng)), ("questions", sorted(set(asked)))):
         rng.shuffle(rows)
         with open(f"{name}.csv", "w", newline="") as file:
-            csv.writer(file).writerows([["question_text"], *([row] for row in rows)])
+            csv.writer(file, lineterminator="\n").writerows([["question_text"], *([row] for row in rows)])
         print(f"{name}.csv: {len(rows):,} rows")
 
 
