@@ -309,7 +309,7 @@ def seen_first(seen: Tensor, segments: Tensor | None, packed: PackedRows | None)
         at = torch.arange(rows, device=seen.device)
         ends = row * kept + before[packed.ends.long()] - before[row * time]
         others = at * kept + before[(at + 1) * time] - before[at * time]
-        packed = packed._replace(ends=torch.cat([ends, others]).sort().values.int())
+        packed = packed._replace(ends=torch.cat([ends, others]).sort().values.int(), longest=time)
     return order[:, :kept], rank[:, :kept], packed
 
 

@@ -14,6 +14,7 @@ from omni.encoder.whisper import EncoderBlock, attend
 from omni.errors import UserError
 from omni.model.attention import multiplied_in, takes_packed
 from omni.model.blocks import SwiGLU
+from omni.model.linears import dense_weight, is_quantized
 from omni.model.multitask_projector import SHARING
 from omni.tasks import TASKS
 from omni.utils.hardware import to_device
@@ -73,7 +74,8 @@ class TokenHead(nn.Module):
         the blank's logits [N]."""
         with torch.autocast(features.device.type, enabled=False):
             x = F.normalize(features.float(), dim=-1) * features.shape[1] ** 0.5
-            blank = F.linear(x, self.blank.weight.float(), self.blank.bias.float())
+            weight = dense_weight(self.blank) if is_quantized(self.blank) else self.blank.weight
+            blank = F.linear(x, weight.float(), self.blank.bias.float())
             return x * self.log_temperature.float().exp(), blank[:, 0]
 
     @staticmethod
@@ -123,9 +125,7 @@ class Projector(nn.Module):
             self.project: nn.Module = nn.Linear(inner, width, bias=config.bias)
         elif config.kind == "mlp":
             self.project = nn.Sequential(
-                nn.Linear(inner, config.hidden, bias=config.bias),
-                nn.GELU(),
-                nn.Linear(config.hidden, width, bias=config.bias),
+                nn.Linear(inner, config.hidden, bias=config.bias), nn.GELU(), nn.Linear(config.hidden, width, bias=config.bias)
             )
         elif config.kind == "transformer":
             settings = from_dict(TransformerSettings, dict(config.settings), "projector.settings")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -78,7 +79,12 @@ def log_probabilities(decoder: Decoder, texts: Sequence[Ids]) -> list[float]:
             seen[n] |= seen[nodes[part[:-1]]]
     columns = written(layout, [part[-1] for part in nodes]).tokens
     hidden = decoder.read_tree(columns.to(device), seen.to(device))
-    logs = decoder.text_logits(Hidden(hidden, hidden)).float().log_softmax(-1)
-    at, goals = zip(*((nodes[ids[:k]], ids[k]) for ids in whole for k in range(1, len(ids))), strict=True)
-    each = logs[list(at), list(goals)].cpu().split([len(ids) - 1 for ids in whole])
-    return [float(part.sum()) for part in each]
+    steps = [[(nodes[ids[:k]], ids[k]) for k in range(1, len(ids))] for ids in whole]
+    pairs = list(dict.fromkeys(chain(*steps)))
+    logs = list[Tensor]()
+    for part in torch.tensor(pairs, device=device).split(256):  # no memory of every node times the vocabulary
+        own = hidden[part[:, 0]]
+        logits = decoder.text_logits(Hidden(own, own)).float()
+        logs.append(logits.gather(1, part[:, 1:])[:, 0] - logits.logsumexp(-1))
+    known = dict(zip(pairs, torch.cat(logs).tolist(), strict=True))
+    return [sum(known[pair] for pair in text) for text in steps]

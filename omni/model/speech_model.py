@@ -101,10 +101,12 @@ class SpeechModel(nn.Module):
     def hear(self, features: Tensor, frames: Sequence[int]) -> list[Tensor]:
         """What the decoder sees of the projector's features [N, W] of clips of so many frames: [n, W] of each; of a head
         `tokens` what is `heard`, as if it were written."""
-        head, table = self.alignment_head, self.decoder.text_table.detach()
+        head, clips = self.alignment_head, features.split(self._counts(frames))
         if not isinstance(head, TokenHead):
-            return list(features.split(self._counts(frames)))
-        taken = [table[list(ids)] if ids else head.silence[None] for ids in self.heard(features, frames)]
+            return list(clips)
+        ids, rows = self.heard(features, frames), self.decoder.text_embedding
+        taken = [rows(torch.tensor(i, device=features.device)).detach() if i else head.silence[None] for i in ids]
+        taken = [new if clip.isfinite().all() else clip for new, clip in zip(taken, clips, strict=True)]
         return [clip.to(features.dtype) / self.config.feature_factor for clip in taken]
 
     def heard(self, features: Tensor, frames: Sequence[int]) -> list[Ids]:

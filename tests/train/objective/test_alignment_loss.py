@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from omni.config import ProjectorConfig
+from omni.cpu.int8 import to_int8
 from omni.errors import UserError
 from omni.model import reading
+from omni.model.attention import PackedRows
+from omni.model.decoder import seen_first
 from omni.model.projector import Projector
 from omni.model.reading import choose, log_probabilities, readings
 from omni.model.speech_model import SpeechModel
@@ -251,6 +254,28 @@ def test_features_left_out_are_as_if_they_were_not_there(packed):
             columns = (row == number) & ~unseen[r]
             alone = model(batch.tokens[r : r + 1, :, columns], features, batch.feature_index[r : r + 1, columns]).text[0]
             torch.testing.assert_close(whole[r, columns], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_seen_may_be_a_row_s_longest_segment():
+    """On a GPU, where FlashAttention reads no further than that."""
+    seen, packed = torch.arange(12)[None] % 6 == 0, PackedRows(torch.tensor([0, 4, 8, 12], dtype=torch.int32), 4)
+    assert seen_first(seen, torch.arange(12)[None] // 4, packed)[2].longest >= int((~seen).sum())
+
+
+def test_a_head_in_int8_hears_as_before():
+    torch.manual_seed(0)
+    model, features = SpeechModel(HEARING), torch.randn(30, HEARING.decoder.width)
+    before = model.alignment_head(features)[1]
+    to_int8(model)
+    torch.testing.assert_close(model.alignment_head(features)[1], before, rtol=0.02, atol=0.02)
+
+
+def test_frames_that_are_no_numbers_are_not_read():
+    torch.manual_seed(0)
+    model, features = SpeechModel(HEARING), torch.randn(9, HEARING.decoder.width)
+    features[5, 0] = float("nan")
+    first, second = model.hear(features, [8, 10])
+    assert first.isfinite().all() and not second.isfinite().all()
 
 
 def test_readings_have_torch_ctc_s_probabilities(monkeypatch):
