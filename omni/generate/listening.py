@@ -274,13 +274,12 @@ class FeatureStream:
             self._encoded += len(new)
             if last:
                 frames.append(self._stream.finish())
-            known, projector, window = torch.cat(frames), self._model.projector, self._model.config.encoder.positions
-            whole = self._model.hears_clips
-            count = len(known) if last else len(known) // projector.stack * projector.stack * (not whole)
+            known, projector = torch.cat(frames), self._model.projector
+            ready = len(known) // projector.stack * projector.stack * (not self._model.hears_clips)
+            count = len(known) if last else ready
             self._frames = known[count:]
             if count:
-                clips = [min(window, count - i) for i in range(0, count, window)] if whole else [count]
-                features = torch.cat(self._model.hear(projector(known[:count], clips, [self.task]), clips))
+                (features,) = self._model.hear(projector(known[:count], [count], [self.task]), [count])
                 self.features = features if self.features is None else torch.cat([self.features, features])
         except Exception:  # what is wrong with it is said when the whole is encoded
             self.lost = True

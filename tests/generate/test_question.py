@@ -18,7 +18,9 @@ import torch
 from omni.audio.resample import resample
 from omni.config import ProjectorConfig
 from omni.convert.huggingface import pad_rows
+from omni.encoder.whisper_config import WhisperConfig
 from omni.errors import SoundWarning, UserError
+from omni.generate.listening import FeatureStream
 from omni.generate.question import encode_questions, longest, read_question
 from omni.generate.speech_lm import SpeechLM
 from omni.layout import ChatFormat
@@ -244,3 +246,18 @@ def test_a_question_heard_without_a_mistake_is_answered_as_if_it_were_written() 
     for text, seconds in (("who?", 0.6), ("and now", 1.0), ("so", 0.4)):
         wanted, found = written.ask(text, "T1T2").answer(), spoken.ask(tone(seconds), "A1T2").answer()
         assert found.tokens and (found.tokens, found.ended) == (wanted.tokens, wanted.ended)
+
+
+def test_a_long_question_is_heard_alike_while_it_comes_and_whole() -> None:
+    """By a projector each of whose features depends on others, across windows too."""
+    encoder = WhisperConfig(width=16, heads=2, layers=1, window_seconds=1.28, mode="chunked", long_audio="split")
+    settings = {"heads": 2, "layers": 1}
+    model = make_model(LAYOUTS["pad"], 0, 0.3, encoder, ProjectorConfig("transformer", hidden=16, stack=2, settings=settings))
+    (whole,) = encode_questions(model, [read_question(tone(2.5), "A1T2", model.config, Tokenizer.bytes())])
+    stream = FeatureStream(model, "A1T2")
+    for piece in tone(2.5).split(3000):
+        stream.push(piece)
+        while stream.advance():
+            pass
+    assert whole is not None and len(whole) == 63
+    assert_near(stream.finish(), whole, 1e-5)
