@@ -38,12 +38,12 @@ class EditExample:
     """An example with its features.
 
     Attributes:
-        heard: its clips' features [F, W]; None where they are computed each time, or it has no clips.
+        heard: as of `SpeechModel.read`; None where it is computed each time, or there are no clips.
         before: logits [N, V] of each stream from the model without edit, where they are to stay.
     """
 
     example: Example
-    heard: Tensor | None = None
+    heard: tuple[Tensor, Tensor | None] | None = None
     before: tuple[Tensor, ...] = ()
 
 
@@ -58,6 +58,8 @@ class EditObjective:
         self.weights = tuple(weights or (*(1 / spoken,) * spoken, 1.0))
         check_stream_weights(self.weights, streams, "stream_weights")
         self.listening = any(name.startswith(LISTENING) for name in linears)
+        if self.listening and lm.config.ctc == "tokens":
+            raise UserError("ctc is tokens, so no answer's loss reaches encoder and projector: edit linears of the decoder")
         self.maker = ExampleMaker(replace(lm.config, ctc=0, ctc_sounds=0, turn=False), lm.tokenizer, lm.codec)
 
     def pieces(self, rows: Sequence[Row], tasks: Sequence[str]) -> list[EditExample]:
@@ -141,11 +143,12 @@ class EditObjective:
     def _logits(self, model: nn.Module, pieces: Sequence[EditExample], batch: Batch) -> list[Tensor]:
         assert isinstance(model, SpeechModel)
         heard = [piece.heard for piece in pieces if piece.heard is not None]
-        if self.listening:
-            features = model.encode(batch.inputs, batch.input_lengths, batch.frames) if batch.frames else None
-        else:
-            features = torch.cat(heard) if heard else None
-        hidden = model(batch.tokens, features, batch.feature_index, segments=batch.segments, packed=batch.packed)
+        if self.listening and batch.frames:
+            heard = [_read(model, batch.inputs, batch.input_lengths, batch.frames)]
+        features = torch.cat([each for each, _ in heard]) if heard else None
+        left_out = torch.cat([out for _, out in heard]) if heard and heard[0][1] is not None else None  # type: ignore[misc]
+        seen = {"segments": batch.segments, "packed": batch.packed, "left_out": left_out}
+        hidden = model(batch.tokens, features, batch.feature_index, **seen)
         text, audio = hidden.text.flatten(0, 1), hidden.audio.flatten(0, 1)
         *spoken, written = batch.supervised
         out, sizes = [], [stream.vocabulary for stream in self.lm.layout.audio]
@@ -158,14 +161,18 @@ class EditObjective:
         return [*out, model.decoder.text_logits(Hidden(text[written], audio[written]))]
 
     @torch.no_grad()
-    def _hear(self, example: Example) -> Tensor | None:
+    def _hear(self, example: Example) -> tuple[Tensor, Tensor | None] | None:
         if self.listening or not example.clips:
             return None
         inputs = torch.zeros(len(example.clips), self.lm.config.encoder.bands, max(c.inputs.shape[1] for c in example.clips))
         for padded, clip in zip(inputs, example.clips, strict=True):
             padded[:, : clip.inputs.shape[1]] = clip.inputs
         lengths, frames = [c.inputs.shape[1] for c in example.clips], [c.frames for c in example.clips]
-        return self.model.encode(inputs.to(self.model.device), lengths, frames)
+        return _read(self.model, inputs.to(self.model.device), lengths, frames)
+
+
+def _read(model: SpeechModel, inputs: Tensor, lengths: Sequence[int], frames: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    return model.read(model.projector(model.encoder.run(inputs, lengths, frames), frames), frames)
 
 
 def draws(pieces: Sequence[EditExample], count: int, seed: int) -> Iterator[list[EditExample]]:

@@ -24,6 +24,7 @@ from omni.edit.deltas import edited
 from omni.edit.storage import load_edits
 from omni.errors import UserError
 from omni.generate.speech_lm import SpeechLM
+from omni.model.speech_model import SpeechModel
 from omni.text import Tokenizer
 from tests.close import assert_near
 from tests.train.eval.toys import save_model
@@ -100,9 +101,13 @@ def test_what_is_taught_is_written_down_and_the_loss_falls(place):
     assert after < before / 2
 
 
-@pytest.fixture
-def lessons(place) -> EditObjective:
+@pytest.fixture(params=[0, "tokens"])
+def lessons(place, request) -> EditObjective:
     lm = SpeechLM.from_pretrained(place / "model")
+    if request.param:
+        model = SpeechModel(replace(lm.config, ctc=request.param)).eval()
+        model.load_state_dict(lm.model.state_dict(), strict=False)
+        lm = SpeechLM(model, lm.tokenizer, lm.codec)
     return EditObjective(lm, [], (0.25, 0.5, 0.25, 0.0, 1.0))
 
 
