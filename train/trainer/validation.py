@@ -205,12 +205,13 @@ def held_out_loss(
 
 
 def exchanged(batch: Batch, stack: int) -> Batch:
-    """A batch in which each clip's features are another's, of the clip next in length: repeated, or cut, to as many."""
+    """A batch in which each clip's features are those of the clip next in length: repeated, or the last, to as many."""
     counts = [-(-n // stack) for n in batch.frames]
     starts, order = [0, *accumulate(counts)], sorted(range(len(counts)), key=counts.__getitem__)
-    other = dict(zip(order, [*order[1:], *order[:1]], strict=True))
-    moved = [starts[other[i]] + torch.arange(n) % counts[other[i]] for i, n in enumerate(counts)]
-    index = torch.cat([*moved, torch.tensor([-1])])  # a column without a feature has the index -1
+    moved = [torch.zeros(0)] * len(counts)
+    for i, other in zip(order, [*order[1:], *order[:1]], strict=True):
+        moved[i] = torch.arange(starts[other], starts[other + 1])[-counts[i] :].repeat(counts[i])[: counts[i]]
+    index = torch.cat([*moved, torch.tensor([-1])]).long()  # a column without a feature has the index -1
     return replace(batch, feature_index=index[batch.feature_index])
 
 

@@ -120,7 +120,7 @@ def test_a_shuffled_loss_is_that_of_answers_to_sounds_of_other_questions(rows: l
     wanted = loss_of([other], objective)["loss/A1T1"]
     assert (
         loss_of([batch], objective)["loss/shuffled"]
-        == pytest.approx(wanted, rel=1e-5)
+        == pytest.approx(wanted, rel=1e-6)
         != loss_of([batch], objective)["loss/A1T1"]
     )
 
