@@ -7,8 +7,8 @@ A template is a program. It is run once, on a conversation of marks, and the tex
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from itertools import takewhile
 from typing import Any
 
@@ -55,7 +55,8 @@ def read_chat(words: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[ChatForma
 def _renderer(template: str, words: Mapping[str, Any]) -> Renderer:
     """A template, as transformers renders it."""
     world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    world.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
+    today = date(2024, 7, 26).strftime  # Llama 3's day where there is none: the same model, whenever it is converted
+    world.globals |= {"raise_exception": _refuse, "strftime_now": today}
     tokens = {key: value for key, value in words.items() if key.endswith("_token")}
     names = {key: value["content"] if isinstance(value, dict) else value for key, value in tokens.items()}
     made = world.from_string(template)

@@ -369,7 +369,8 @@ def _turn(
     silent = "A2" if spoken or reply.text is not None else "A1"  # T1A1 alone answers in sound without text
     usual = f"{'A' if spoken else 'T'}1{silent if codes is not None else 'T2'}"
     name = reply.task or question.task or usual
-    task = find_task(name if (find_task(name).question == "audio") == spoken else usual)  # else a text would be read as a path
+    named = (find_task(name).question == "audio") == spoken  # else a text would be read as a path
+    task = model.config.answers(find_task(name if named else usual))
     try:
         asked = read_question(question.text or "" if question.audio is None else question.audio, task, model.config, tokenizer)
         if question.tokens is not None and not spoken:

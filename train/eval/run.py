@@ -47,7 +47,8 @@ def evaluate(
     if config.against is not None:
         other = SpeechLM.from_pretrained(config.against, **loading)
         against.check_alike(lm, other, Path(config.against))
-    task = choose_task(questions, lm, config.asr is not None) if config.task is None else find_task(config.task)
+    asked = choose_task(questions, lm, config.asr is not None) if config.task is None else find_task(config.task)
+    task = lm.config.answers(asked)
     asr = open_asr(config.asr, config.asr_words, config.asr_longest, config.device)
     if asr is not None and not (task.audio and lm.codec is not None):
         why = f"{model} has no codec weights (give --codec_folder)" if task.audio else f"{task.name} writes only"

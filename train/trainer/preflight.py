@@ -235,11 +235,9 @@ def _check_tools(config: FitConfig, shape: ModelConfig, problems: _Problems) -> 
     drawn = config.data.drawn if not config.objective.encoder_alone else ()
     spoken = sorted(name for name in drawn if find_task(name).audio)
     if spoken and CODECS.find(shape.codec).weights and section.codec_folder is None and not own:
-        problems.add(
-            "model.codec_folder",
-            f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given; name their folder, or "
-            "put them into the model folder (omni-train convert ... --codec_folder)",
-        )
+        way = "--codec NAME --talker 4" if shape.codec == "none" else "--codec_folder, or name their folder"
+        text = f"task {spoken[0]} answers in speech, but no weights of the codec {shape.codec!r} are given"
+        problems.add("model.codec_folder", f"{text}; put them into the model (omni-train convert ... {way})")
     known = shape.projector.tasks
     for task in map(find_task, sorted(config.data.drawn) if shape.projector.kind in SHARING else ()):
         if task.question == "audio" and task.name not in known:
