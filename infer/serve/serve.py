@@ -67,7 +67,7 @@ def start_engine(model: str, options: ServeOptions) -> EngineProcess:
     """The engine's process, with the costs of its steps measured."""
     small = is_small(model) and options.device in ("auto", "cpu")
     device = find_device(options.device, options.quantize)
-    dtype = serving_dtype(options.dtype, device, model) if device.type == "cpu" else options.dtype
+    dtype = serving_dtype(options.dtype, device, model)
     engine = EngineProcess(
         model,
         slots=options.slots,
