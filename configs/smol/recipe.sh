@@ -25,7 +25,7 @@ speak() { # TEXTS OUT VOICES [OPTIONS]: the texts as sounds, with what the encod
 }
 say() { # TEXTS OUT: the texts as answers, in one voice
     [ ! -e "$2" ] || return 0
-    awk 'NR == 1 { print "question_text,answer_text"; next } { print $0 "," $0 }' "$1" > "said-$1"
+    awk '{ sub(/\r$/, "") } NR == 1 { print "question_text,answer_text"; next } { print $0 "," $0 }' "$1" > "said-$1"
     omni-train data prepare "said-$1" "$2" --speak answer --voice flite:slt --codec codec2-1600
 }
 [ -e sentences.csv ] || python "$configs/texts.py"

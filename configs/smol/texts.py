@@ -39,8 +39,8 @@ def read_glosses(wordnet: Path) -> Iterator[tuple[str, list[str], str]]:
 
 def told(fortunes: Path) -> Iterator[str]:
     """The sentences of the fortunes."""
-    for file in sorted(fortunes.glob("*[a-z]")):
-        if file.suffix == "" and file.name not in ("art", "ascii-art"):
+    for file in sorted(fortunes.iterdir()):
+        if re.fullmatch(r"[^.]*[a-z]", file.name) and file.name not in ("art", "ascii-art"):
             for entry in file.read_text(errors="replace").split("\n%\n"):
                 yield from re.split(r"(?<=[.!?])\s+", " ".join(entry.split()))
 
@@ -104,4 +104,7 @@ def sums(rng: random.Random) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except FileNotFoundError as error:
+        sys.exit(f"{error.filename} is not there: install wordnet-base and fortunes, or say texts.py WORDNET FORTUNES")
