@@ -39,12 +39,7 @@ from omni.errors import PackageError, UserError
 class _SymbolInfo(ctypes.Structure):
     """`Dl_info` of `dladdr(3)`."""
 
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
+    _fields_ = (("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("address", ctypes.c_void_p))
 
 
 def load_private(path: str) -> ctypes.CDLL:

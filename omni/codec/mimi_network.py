@@ -184,10 +184,7 @@ def decoder(config: MimiConfig, take: Take) -> list[Layer]:
     """Layers from latents `[N, F, D]` to sound `[N, S, 1]` in [-1, 1]."""
     size, stride = config.hidden_size, config.latent_stride
     weight = take("upsample.conv.weight", size, size // config.upsample_groups, 2 * stride)
-    before: list[Layer] = [
-        Upsample(weight, None, config.upsample_groups),
-        _transformer(config, take, "decoder_transformer"),
-    ]
+    before: list[Layer] = [Upsample(weight, None, config.upsample_groups), _transformer(config, take, "decoder_transformer")]
     filters = config.num_filters * 2 ** len(config.upsampling_ratios)
     layers: list[Layer] = [_conv(config, take, "decoder.layers.0", size, filters, config.kernel_size)]
     for ratio in config.upsampling_ratios:

@@ -30,7 +30,7 @@ PASSING_ERRORS = {
 }
 """Names of errors, or of their bases, of fsspec and of the libraries below it that may pass: they say nothing of a status."""
 NO_CREDENTIALS = {
-    *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError", "TokenRetrievalError"),
+    *("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError", "TokenRetrievalError")
 }
 """Names of errors of drivers that found no credentials."""
 CREDENTIALS = {

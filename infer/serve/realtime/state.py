@@ -30,11 +30,7 @@ from infer.turns.vad import VoiceActivity
 from omni.generate.history import Message
 from omni.generate.question import longest
 
-CONTENT = {
-    "user": ("input_text", "input_audio"),
-    "assistant": ("output_text", "output_audio"),
-    "system": ("input_text",),
-}
+CONTENT = {"user": ("input_text", "input_audio"), "assistant": ("output_text", "output_audio"), "system": ("input_text",)}
 """Types of content of a message, by its role."""
 
 OLD_NAMES = {"text": "output_text", "audio": "output_audio"}

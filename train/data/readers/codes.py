@@ -273,8 +273,7 @@ def lean(frames: Sequence[np.ndarray], said: str) -> tuple[float, float]:
         without = np.einsum("rpc,rpc->r", rest[:, first], rest[:, second]) - (within.sum() - within)
         lengths = counts[:, 0].sum(-1)
         tried = len(pairs) * np.append(
-            lengths.sum() ** 2 - (lengths**2).sum(),
-            (lengths.sum() - lengths) ** 2 - ((lengths**2).sum() - lengths**2),
+            lengths.sum() ** 2 - (lengths**2).sum(), (lengths.sum() - lengths) ** 2 - ((lengths**2).sum() - lengths**2)
         )
         return size * np.append(every, without) / tried - 1
 
