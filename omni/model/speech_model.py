@@ -104,8 +104,8 @@ class SpeechModel(nn.Module):
         head, clips = self.alignment_head, features.split(self._counts(frames))
         if not isinstance(head, TokenHead):
             return list(clips)
-        ids, rows = self.heard(features, frames), self.decoder.text_embedding
-        taken = [rows(torch.tensor(i, device=features.device)).detach() if i else head.silence[None] for i in ids]
+        ids, table = self.heard(features, frames), self.decoder.text_table.detach()  # whole, where processes share it
+        taken = [table[list(text)] if text else head.silence[None] for text in ids]
         taken = [new if clip.isfinite().all() else clip for new, clip in zip(taken, clips, strict=True)]
         return [clip.to(features.dtype) / self.config.feature_factor for clip in taken]
 
