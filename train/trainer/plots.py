@@ -62,7 +62,7 @@ def _draw_losses(axis: Any, metrics: Rows, validation: Rows, unit: str) -> None:
         label = name.removeprefix("loss/")
         _line(axis, metrics, unit, name, color=f"C{i}", label=label, linewidth=1.0, linestyle="--" if label in TASKS else "-")
     _line(axis, metrics, unit, "loss", color="black", label="objective", linewidth=1.6)
-    for i, name in enumerate(("loss/text", "loss/audio"), len(names)):
+    for i, name in enumerate(("loss/text", "loss/audio", "loss/alignment"), len(names)):
         color = f"C{names.index(name) if name in names else i}"
         label = f"held out: {name.removeprefix('loss/')}"
         _line(axis, validation, unit, name, color=color, label=label, marker="o", linestyle=":")
