@@ -109,7 +109,7 @@ def test_what_is_read_of_files_does_not_grow_with_their_number(tmp_path, monkeyp
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("files", "chunks", "kept"), [(3, 50_000, 3), (64, 1, 1), (64, 2 * 20 * 22, 2)])
+@pytest.mark.parametrize(("files", "chunks", "kept"), [(3, 50_000, 3), (64, 1, 1), (64, 2 * 20 * 25, 2)])
 def test_files_stay_open_while_there_is_room(files, chunks, kept, tmp_path, monkeypatch):
     for number in range(5):
         write_rows(tmp_path / f"{number}.parquet", ROWS, row_group=2)
