@@ -104,15 +104,15 @@ class SpeechModel(nn.Module):
         head, clips = self.alignment_head, features.split(self._counts(frames))
         if not isinstance(head, TokenHead):
             return list(clips)
-        ids, table = self.heard(features, frames), self.decoder.text_table.detach()  # whole, where processes share it
-        taken = [table[list(text)] if text else head.silence[None] for text in ids]
+        table = self.decoder.text_table.detach()  # whole, where processes share it
+        taken = [table[list(ids)] if ids else head.silence[None] for ids in self.heard(features, frames, table)]
         taken = [new if clip.isfinite().all() else clip for new, clip in zip(taken, clips, strict=True)]
         return [clip.to(features.dtype) / self.config.feature_factor for clip in taken]
 
-    def heard(self, features: Tensor, frames: Sequence[int]) -> list[Ids]:
-        """Ids of the text that a head `tokens` and the language model read in the features of each clip."""
+    def heard(self, features: Tensor, frames: Sequence[int], table: Tensor | None = None) -> list[Ids]:
+        """Ids of the text that a head `tokens` and the language model read in each clip; `table`: `text_table`, if at hand."""
         assert isinstance(self.alignment_head, TokenHead)
-        tokens = self.alignment_head.likeliest(features, self.decoder.text_table, LOOKED_AT)
+        tokens = self.alignment_head.likeliest(features, self.decoder.text_table if table is None else table, LOOKED_AT)
         clips = zip(*(part.cpu().split(self._counts(frames)) for part in tokens), strict=True)
         return [choose(self.decoder, readings(*clip)) for clip in clips]
 
