@@ -73,6 +73,8 @@ class ProcessGroup:
         if self.world > 1:
             dist.monitored_barrier(self.steps, self.timeout, wait_all_ranks=True)
             dist.all_reduce(values, group=self.steps)
+            if hasattr(dist, "set_timeout"):  # of the gradients' exchange; since torch 2.14
+                dist.set_timeout(self.timeout)
         return values
 
     def sum(self, values: Tensor) -> Tensor:
@@ -85,18 +87,16 @@ class ProcessGroup:
 
     def broadcast(self, value: T) -> T:
         """Send the first process's value (plain data) to all of them, and return it."""
-        if self.world == 1:
-            return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        if self.world > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
         """Collect every process's value (plain data), in the order of ranks, on all of them."""
-        if self.world == 1:
-            return [value]
-        box: list[Any] = [None] * self.world
-        dist.all_gather_object(box, value, group=self.group)
+        box = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     def raise_if_any_failed(self, error: UserError | None) -> None:
