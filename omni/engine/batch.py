@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
+
+from torch import Tensor
 
 from omni.engine.answer import Running, Seat
 from omni.engine.prefill_ahead import Listen
@@ -20,8 +22,9 @@ from omni.engine.sound import Outputs, SoundThread
 from omni.engine.stats import LENGTH, Recorder
 from omni.generate.history import CachedHistory
 from omni.generate.results import Reason
-from omni.generate.rows import RunnerRow
+from omni.generate.rows import RunnerRow, StepOutput
 from omni.generate.runner import Runner
+from omni.model.projector import TokenHead
 from omni.model.speech_model import SpeechModel
 
 
@@ -261,6 +264,17 @@ class EngineBatch:
         running.slots.remove(row.slot)
         del self._rows[row]
         self.slots.holders[row.slot] = None
+
+    def transcribed(self, running: Running) -> bool:
+        """Whether the answer is what a head `tokens` has read."""
+        return running.task.writes == "question" and isinstance(self.model.alignment_head, TokenHead)
+
+    def say(self, running: Running) -> None:
+        """Give the sound thread what was read of a question, as if a row had written it."""
+        features, pads = cast(Tensor, running.exchange.features), self.model.layout.ids("pad").tolist()
+        columns = [(*pads[:-1], token) for token in self.model.written(features)]
+        self._sound.put([(running, StepOutput(column, None, column[-1], False)) for column in columns])
+        self.free(running, "end")
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 

@@ -211,6 +211,8 @@ class Intake:
                 self.placed.remove(running)
                 batch.free(running, "error")
             self._question = _mean(self._question, start, len(chosen))
+        elif self.placed and batch.transcribed(self.placed[0]):
+            batch.say(self.placed.pop(0))
         elif self.placed:
             entering = Entering(runner, self.placed)  # where this fails, they are still placed
             self.placed = [running for running in self.placed if running not in entering.answers]

@@ -135,12 +135,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor | Normed) -> Tensor:
         whole = together(x, self.gate, self.up)
-        if whole is None:
-            gate, up = (linear(self.fast, part, x) for part in (self.gate, self.up))
-            inner = F.silu(gate) * up
-        else:
-            gate, up = whole.chunk(2, -1)
-            inner = F.silu(gate).mul_(up)  # nothing is differentiated where they are one
+        gate, up = (linear(self.fast, part, x) for part in (self.gate, self.up)) if whole is None else whole.chunk(2, -1)
+        inner = F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
         return linear(self.fast, self.down, inner)
 
 

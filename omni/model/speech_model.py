@@ -116,6 +116,12 @@ class SpeechModel(nn.Module):
         clips = zip(*(part.cpu().split(self._counts(frames)) for part in tokens), strict=True)
         return [choose(self.decoder, readings(*clip)) for clip in clips]
 
+    def written(self, features: Tensor) -> Ids:
+        """Ids of the text that the features of a clip are, where a head `tokens` has read it; none of silence."""
+        rows = self.decoder.text_table.detach().to(features.dtype) / self.config.feature_factor
+        near = (features.float() @ rows.float().T - rows.float().square().sum(1) / 2).argmax(1).tolist()
+        return tuple(token for token, feature in zip(near, features, strict=True) if rows[token].equal(feature))
+
     def read(self, features: Tensor, frames: Sequence[int], classifier: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """What `forward` takes in training as `features` and `left_out` of the projector's features [N, W] of clips of so many
         frames: of a head `tokens` what it reads (`TokenHead.read`), else these, and nothing is left out."""

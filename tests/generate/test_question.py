@@ -239,6 +239,17 @@ def reading(*texts: str) -> SpeechLM:
     return SpeechLM(model, lm.tokenizer, lm.codec)
 
 
+def test_what_a_head_of_tokens_reads_is_the_transcript() -> None:
+    """Of sound that comes in pieces too, and as long as asked for; silence has none, and the conversation goes on."""
+    lm = reading("who?", "and now", "", "so")
+    assert lm.generate(tone(0.6), "A1T1").text == "who?"
+    with lm.session(max_tokens=2) as session:
+        found = session.ask(iter(tone(1.0).split(1600)), "A1T1", sample_rate=16000).answer()
+        assert (found.text, found.ended, len(found.tokens)) == ("an", "length", 2)
+        assert session.ask(tone(0.4), "A1T1").answer().text == ""
+        assert session.ask(tone(0.4), "A1T2").answer().tokens
+
+
 def test_a_question_heard_without_a_mistake_is_answered_as_if_it_were_written() -> None:
     """In a session too, whose turns before it are laid out by what was heard."""
     lm = reading("who?", "and now", "so")
