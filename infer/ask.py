@@ -52,7 +52,7 @@ def ask(options: AskOptions, answers: Sequence[tuple[Task, Path | None]]) -> boo
         load_sounddevice()
     speaks = any(task.audio for task, _ in answers)
     insists = options.speaker or any(value is not None for value in (options.task, options.out, options.max_silence))
-    lm, keywords = load(options, device, speaks, ", or ask for text only with --task A1T2 or T1T2", insists)
+    lm, keywords = load(options, device, speaks, "; for text alone leave --out out, and ask with --task A1T2 or T1T2", insists)
     say, whole = sys.stderr if options.out == PIPE else sys.stdout, True
     with ExitStack() as stack:
         stack.enter_context(cpu_threads(options.threads, lm.model))

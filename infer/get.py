@@ -45,6 +45,8 @@ def get(options: GetOptions) -> None:
 def local_parts(folder: Path) -> tuple[Path, Path]:
     """The language model's folder `smollm` in a folder, and the Whisper: `whisper/base.pt`, or the hub's folder `whisper`."""
     file = folder / "whisper/base.pt"
+    if not (folder / "smollm/config.json").is_file():
+        raise UserError(f"--parts {folder} has no smollm/config.json: name the folder that holds smollm and whisper/base.pt")
     return folder / "smollm", file if file.is_file() else folder / "whisper"
 
 

@@ -271,13 +271,14 @@ def _load_model(path: Path, stored: FolderConfig, config: ModelConfig, quantize:
 
 
 def read_stored(folder: str | os.PathLike[str]) -> FolderConfig:
-    """The `config.json` of a model folder; UserError where it is none of a known version, or lists files outside of the folder,
-    or not the weights and the tokenizer."""
+    """The `config.json` of a model folder; UserError: it is none of a known version, or lists files outside, or not all."""
     path = local_path(folder)
     with naming(folder, path):
         check_folder(path)
         file = path / CONFIG
         data = read_json(file, longest=LONGEST)
+        if "architectures" in data:
+            raise UserError(f"{file} is of a model of transformers; bring it in by omni-train convert")
         known = {entry.name: data[entry.name] for entry in fields(FolderConfig) if entry.name in data}
         stored = validate(FolderConfig, known, lambda key: f"{file}: ")
         for name in stored.files:

@@ -21,7 +21,7 @@ from omni.lora.config import LoRAConfig
 from omni.lora.peft import AdapterWeights, save_adapter
 from tests.convert.hub_toys import save_text, text_model
 from tests.convert.test_whisper import openai
-from train.commands.models import run_convert
+from train.commands.models import run_convert, run_push
 
 WORDS = [
     "--encoder_window",
@@ -70,7 +70,12 @@ def test_parts_and_what_ships_make_the_model(tmp_path, monkeypatch, capsys):
     assert main(asked) == 0
     told = capsys.readouterr()
     assert "not taught to speak" in told.err and json.loads(told.out)["task"] == "T1T2" and not Path("answer.wav").exists()
-    assert main([*asked, "--task", "T1A2"]) == 2 and "got was not taught to speak, or ask for text" in capsys.readouterr().err
+    assert main([*asked, "--task", "T1A2"]) == 2 and "got was not taught to speak; for text alone" in capsys.readouterr().err
+    assert main([*asked[:3], "--model", str(parts / "smollm")]) == 2 and "by omni-train convert" in capsys.readouterr().err
+    assert main(["get", "smol", "--parts", str(tmp_path)]) == 2 and "has no smollm/config.json" in capsys.readouterr().err
+    assert run_push([str(tmp_path / "got"), "hf://me/got", "--license", "mit", "--dry_run"]) == 0
+    card = capsys.readouterr().out
+    assert "audio-text-to-text" in card and "answers in text.\n" in card and "answer.save" not in card
 
     kept = {"revision": get.COMMIT, "allow_patterns": ["*.json", "model.safetensors"]}
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **more: str(parts / "smollm") if more == kept else "")

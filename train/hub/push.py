@@ -51,7 +51,7 @@ TEMPLATE = """\
 
 # {{ name }}
 
-A speech language model of the package `omni-speech`: it takes spoken or written questions and answers in text and speech.
+A speech language model of the package `omni-speech`: it takes spoken or written questions and answers in {{ answers }}.
 
 {{ about }}
 
@@ -71,7 +71,9 @@ lm.load_adapter("{{ adapter }}")  # generate(..., adapter="{{ adapter }}")
 {%- endfor %}
 answer = lm.generate("question.wav")
 print(answer.text)
+{%- if answers != "text" %}
 answer.save("answer.wav")
+{%- endif %}
 ```
 
 The folder holds JSON and safetensors; nothing in it is run when it is read.
@@ -238,7 +240,7 @@ def write_card(
     tasks = {task for source in sources for task in source["tasks"]}
     data.language = data.language or list(dict.fromkeys(code for source in sources for code in source["languages"])) or None
     data.library_name, data.pipeline_tag = "omni-speech", "text-to-speech" if tasks == {"T1A1"} else "audio-to-audio"
-    if tasks and all(task.endswith(("T1", "T2")) for task in tasks):
+    if (codec := read_config(model).codec) == "none" or (tasks and all(task.endswith(("T1", "T2")) for task in tasks)):
         data.pipeline_tag = "automatic-speech-recognition" if tasks == {"A1T1"} else "audio-text-to-text"
     data.base_model = start.removeprefix("hf://").partition("@")[0] if start.startswith("hf://") else None
     data.datasets = sorted({source["dataset"] for source in sources} - {""}) or None
@@ -252,7 +254,8 @@ def write_card(
         sections.append(("License", "The author has named no license: ask before you use it."))
     card = ModelCard.from_template(
         data, template_str=TEMPLATE, name=address.rpartition("/")[2].partition("@")[0], address=address, sections=sections,
-        about=_about(model, adapters), extra=EXTRAS.get(read_config(model).codec or "", ""), adapters=adapters,
+        about=_about(model, adapters), extra=EXTRAS.get(codec or "", ""), adapters=adapters,
+        answers="text" if codec == "none" else "text and speech",
     )  # fmt: skip
     return _marked(f"{card}\n")
 
