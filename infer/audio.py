@@ -37,8 +37,7 @@ from omni.generate.session import Session
 from omni.tasks import Task
 
 Outcome = Literal["done", "stopped", "failed"]
-"""End of an answer: complete, interrupted by the user (sound written so far stays), or failed by an error (nothing
-stays)."""
+"""End of an answer: complete, interrupted by the user (sound written so far stays), or failed by an error (nothing stays)."""
 
 
 @dataclass(frozen=True)
@@ -346,8 +345,7 @@ class Paced(Output):
 
 
 class Outputs:
-    """All outputs of one answer, as a context: Ctrl-C (and any other exit) stops them; an error, and `broken`, make them
-    fail."""
+    """Outputs of an answer, as a context: Ctrl-C (and any other exit) stops them; an error, and `broken`, make them fail."""
 
     def __init__(self, outputs: Sequence[Output]) -> None:
         self._outputs = outputs

@@ -284,8 +284,7 @@ def choose_tasks(name: str | None, spoken: Sequence[bool]) -> list[Task]:
 
 
 def answer_files(options: AskOptions, tasks: Sequence[Task]) -> list[Path | None]:
-    """The sound file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no
-    file."""
+    """The sound file of each answer: `answer.wav`, or `answer-1.wav`, `answer-2.wav`, ... for several; None for no file."""
     written = next((f"--task {task.name}" for task in tasks if not task.audio), "")
     wants = "--json" if options.json else "--out -" if options.out == PIPE else written
     if wants and sys.__stdout__ is None:

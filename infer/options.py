@@ -49,8 +49,7 @@ Threads = Annotated[int, Field(ge=1, le=4 * (os.cpu_count() or 1))]
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
-    """A field with its help; `more` goes to `ArgumentParser.add_argument`. A `bool` is a flag, a tuple takes
-    several values."""
+    """A field with its help; `more` goes to `ArgumentParser.add_argument`. A `bool` is a flag, a tuple takes several values."""
     return field(default=default, metadata={"help": help, **more})
 
 

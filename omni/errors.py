@@ -1,5 +1,4 @@
-"""The error raised for a user's mistake, the warning about doubtful sound, and one-line texts of errors
-and values."""
+"""The error raised for a user's mistake, the warning about doubtful sound, and one-line texts of errors and values."""
 
 from __future__ import annotations
 

@@ -175,8 +175,7 @@ class AudioCodec(ABC):
         """A new decoding stream, independent of every other; see `CodecStream`."""
 
     def batch(self) -> CodecBatch:
-        """A batch that decodes any number of streams, with one call for several; a codec that decodes them together has its
-        own."""
+        """Decodes any number of streams, several by one call; a codec that decodes them together has its own."""
         return CodecBatch(self)
 
     @abstractmethod

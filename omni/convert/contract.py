@@ -190,8 +190,7 @@ def check_tokenizer(tokenizer: Tokenizer, size: int, where: str | Path) -> None:
 
 
 def renamed(name: str, table: Sequence[tuple[str, str]], back: bool = False) -> str:
-    """The other project's name of one of our tensors, by a table of parts of names, ours and theirs; with `back`, ours of
-    theirs."""
+    """The other project's name of one of our tensors, by a table of parts of names, ours first; with `back`, ours of theirs."""
     for ours, theirs in table:
         name = name.replace(theirs, ours) if back else name.replace(ours, theirs)
     return name

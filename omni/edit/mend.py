@@ -64,8 +64,7 @@ class Mend(nn.Module):
         return cls({name: shape_of(part) for name, part in find_linears(model, names).items()}, config)
 
     def tie(self, model: nn.Module) -> None:
-        """Store checksums of a model's linears, so that `edit` refuses any others; in a sharded model all processes must call
-        it."""
+        """Store checksums of a model's linears: `edit` refuses others; in a sharded model all processes must call it."""
         self.base = {name: signature(name, part) for name, part in find_linears(model, self.shapes).items()}
 
     def forward(self, factors: Mapping[str, Factors]) -> Edits:
@@ -305,8 +304,7 @@ class GradientTransform(nn.Module):
         self.delta_net = IDMLP(outputs, config, modes) if sides in ("separate", "delta_only") else None
 
     def forward(self, x: Tensor, delta: Tensor, mode: int | None = None) -> tuple[Tensor, Tensor]:
-        """Transform the factors without tokens whose x or delta is zero. UserError: the statistics have fewer than two
-        tokens."""
+        """Transform the factors, without tokens whose x or delta is 0. UserError: the statistics have fewer than two tokens."""
         with torch.autocast(x.device.type, enabled=False):
             wide = torch.promote_types(x.dtype, torch.float32)
             x, delta = x.reshape(-1, self.inputs).to(wide), delta.reshape(-1, self.outputs).to(wide)

@@ -38,8 +38,7 @@ FolderPath = str | os.PathLike[str]
 
 
 def write_tensors(folder: FolderPath, stem: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write a folder, or replace one. UserError: the disk is full, or the place cannot be written; nothing half-written is
-    left."""
+    """Write or replace a folder. UserError: the disk is full, or the place cannot be written; nothing half-written is left."""
     data = save({name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()})
     with replacing_folder(Path(folder), len(data)) as staging:
         written = write_file(staging / f"{stem}.safetensors", data)

@@ -47,8 +47,7 @@ class AttentionGroup:
     longest: int
     """Frames of its longest clip: the group is `[clips, longest]` when set side by side."""
     index: Tensor | None
-    """`[rows]`: index of each frame in `clips * longest`. None: all clips are equally long, nothing
-    moves."""
+    """`[rows]`: index of each frame in `clips * longest`. None: all clips are equally long, nothing moves."""
     mask: Tensor | None
     """`[clips, 1, 1 or longest, longest]` bool: keys that exist, and that a frame of a chunk hears. None: all."""
 
@@ -88,8 +87,7 @@ class Packing:
     """Index tensors of one batch, on the encoder's device. Inside, clips are ordered from short to long."""
 
     source: Tensor
-    """`[slots]`: row of the flattened features `[N * F max]` under each slot; gaps point at row 0 and are
-    silenced by `gaps`."""
+    """`[slots]`: row of the flattened features `[N * F max]` under each slot, gaps point at row 0 and silenced by `gaps`."""
     gaps: Tensor
     """`[slots, 1]` bool: false where a clip lies. Filled, not multiplied: a clip with NaN leaves its neighbours alone."""
     kept: Tensor

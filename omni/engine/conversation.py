@@ -245,8 +245,7 @@ class Conversation:
                 del requests.listens[seat]
 
     def _listen(self) -> None:
-        """Have what is heard of the next question fed behind the present history, unless an answer is under way; the lock is
-        held."""
+        """Have what is heard of the next question fed behind the history, unless an answer is under way; the lock is held."""
         sound, seat = self._hears, self._seat
         if sound is not None and seat is not None:
             past = tuple(self._past) if self._last is None or self._last.settled else None

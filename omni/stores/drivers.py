@@ -196,8 +196,7 @@ def read_range(of: StoredObject, start: int, stop: int) -> bytes:
 
 
 def write_object(source: bytes | str | os.PathLike[str], address: str) -> None:
-    """Write a local file, or bytes, to an address, replacing what is there; UserError where that is refused, or goes on
-    failing."""
+    """Write a file, or bytes, to an address, replacing what is there; UserError where that is refused, or goes on failing."""
     check_writable(address)
     system = _system(scheme_of(address))
     if isinstance(source, bytes):

@@ -85,8 +85,7 @@ def free_memory() -> float:
 
 
 def high_water() -> int:
-    """Largest resident size this process has had, in bytes (Linux: `VmHWM` of proc_pid_status(5); else
-    getrusage(2))."""
+    """Largest resident size this process has had, in bytes (Linux: `VmHWM` of proc_pid_status(5); else getrusage(2))."""
     status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text(encoding="ascii", errors="ignore").splitlines():

@@ -226,8 +226,7 @@ class DataCounts(Observer):
         figures |= {f"rows_{counter}": number for counter, number in zip(counters, totals, strict=True) if number}
 
     def trained(self) -> dict[str, Trained]:
-        """Rows, sound and tokens trained of each source since the start of the run, in their order; all processes must call
-        it."""
+        """Rows, sound and tokens trained of each source since the start of the run, in order; all processes must call it."""
         shards = self.checkpointer.own_shards().values()
         own = [{"trained": shard.get("counts", {}).get("trained", ())} for shard in shards]
         sums = Counts.joined(counts for of in self.checkpointer.group.gather(own) for counts in of).trained

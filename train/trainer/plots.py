@@ -114,8 +114,7 @@ def spectrogram(samples: Tensor, rate: int, window: float = 0.025, hop: float = 
 
 
 def balance(folder: Path) -> Path | None:
-    """Draw `balance.png` from a folder's `balance.csv`; a panel for each kind of figure that it has. None before there is a
-    row."""
+    """Draw `balance.png` from a folder's `balance.csv`; a panel for each kind of figure. None before there is a row."""
     rows = read_table(folder / BALANCE)
     figures = [figure for figure in PANELS if rows and any(name.startswith(f"{figure}/") for name in rows[0])]
     if not figures:

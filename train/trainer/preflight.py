@@ -203,8 +203,7 @@ def _check_data_files(data: DataConfig, problems: _Problems) -> None:
 
 
 def _check_rows(data: DataConfig, problems: _Problems, heard_only: bool) -> list[str]:
-    """Checks some rows of each source that reads files: a task that none of them can serve is an error, that some cannot a
-    note."""
+    """Checks rows of each source that reads files: a task that none of them can serve is an error, that some cannot a note."""
     notes = []
     for i, source in enumerate(data.sources):
         if not source.folders:

@@ -193,8 +193,7 @@ def from_base64(value: Any, param: str) -> bytes:
 
 
 class Items(list[ConversationItem]):
-    """The items of a conversation, in their order, at most so many; the samples of the newest `kept` seconds of questions
-    stay."""
+    """The items of a conversation, in order, at most so many; the samples of the newest `kept` seconds of questions stay."""
 
     def __init__(self, most: int = 4096, kept: float = 600.0) -> None:
         super().__init__()

@@ -321,8 +321,7 @@ def _of_samples(value: Mapping[str, Any]) -> Sound:
 
 
 def header(source: Path | bytes) -> AudioInfo:
-    """Read the header of a recording, or of the one that a pointer file stands for; UserError where it is none or holds no
-    sound."""
+    """Read the header of a recording, or of what a pointer file stands for; UserError where it is none or holds no sound."""
     if isinstance(source, bytes):
         return _whole(audio_info(source), "its recording")
     with _opened(source) as file:
