@@ -65,6 +65,7 @@ def test_parts_and_what_ships_make_the_model(tmp_path, monkeypatch, capsys):
     wanted, ours = (load_folder(tmp_path / name).model.state_dict() for name in ("merged", "got"))
     assert wanted.keys() == ours.keys() and all(torch.equal(wanted[name], ours[name]) for name in wanted)
 
+    monkeypatch.chdir(parts)  # where no answer lies
     asked = ["ask", "--text", "hi", "--model", str(tmp_path / "got"), "--max_tokens", "2", "--json"]
     capsys.readouterr()
     assert main(asked) == 0
