@@ -159,7 +159,7 @@ def noise(seconds: float) -> Tensor:
 
 
 class FirstAudio(NamedTuple):
-    """Seconds from the end of the question to the first exact sample, the sum of its parts; `codec` for `columns` frames."""
+    """Seconds from the question's end to the first exact sample, the sum of its parts; `codec`, alone, for `columns` frames."""
 
     total: float
     encode: float

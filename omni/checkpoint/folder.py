@@ -271,7 +271,7 @@ def _load_model(path: Path, stored: FolderConfig, config: ModelConfig, quantize:
 
 
 def read_stored(folder: str | os.PathLike[str]) -> FolderConfig:
-    """The `config.json` of a model folder; UserError: it is none of a known version, or lists files outside, or not all."""
+    """The `config.json` of a model folder; UserError: of no known version, lists files outside, or lacks the weights."""
     path = local_path(folder)
     with naming(folder, path):
         check_folder(path)

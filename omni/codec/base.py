@@ -175,7 +175,7 @@ class AudioCodec(ABC):
         """A new decoding stream, independent of every other; see `CodecStream`."""
 
     def batch(self) -> CodecBatch:
-        """Decodes any number of streams, several by one call; a codec that decodes them together has its own."""
+        """A batch of any number of streams, several by one call; a codec that decodes them together has its own."""
         return CodecBatch(self)
 
     @abstractmethod

@@ -87,7 +87,7 @@ class Packing:
     """Index tensors of one batch, on the encoder's device. Inside, clips are ordered from short to long."""
 
     source: Tensor
-    """`[slots]`: row of the flattened features `[N * F max]` under each slot, gaps point at row 0 and silenced by `gaps`."""
+    """`[slots]`: row of the flattened features `[N * F max]` under each slot; of gaps, which `gaps` silences, 0."""
     gaps: Tensor
     """`[slots, 1]` bool: false where a clip lies. Filled, not multiplied: a clip with NaN leaves its neighbours alone."""
     kept: Tensor

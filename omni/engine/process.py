@@ -230,7 +230,7 @@ def start_process(arguments: Item) -> tuple[Any, Any]:
 
 
 def first_message(pipe: Any, process: Any) -> Item:
-    """Waits for what the process says of its model. UserError: it cannot be loaded. EngineLost: the process ended."""
+    """Waits for what the process says of its model. UserError: it cannot be loaded. EngineLost: the process ended before."""
     try:
         name, *rest = pickle.loads(pipe.recv_bytes())[0]
     except (EOFError, OSError):

@@ -170,7 +170,7 @@ def parameter_groups(params: Params, config: OptimizerConfig, also: Mapping[str,
 def build_optimizer(
     params: Params, config: OptimizerConfig, precision: str = "32-true", also: Mapping[str, str] | None = None
 ) -> Optimizers:
-    """Build the optimizer of a run over the trainable parameters; Muon's iteration runs in bf16 where its precision is."""
+    """Build the optimizer over the trainable parameters; Muon's iteration runs in bf16 where the run's precision is."""
     optimizer = Optimizers(parameter_groups(params, config, also), config)
     for inner in optimizer.inner.values():
         if isinstance(inner, BatchedMuon):
