@@ -118,9 +118,9 @@ class SpeechModel(nn.Module):
 
     def written(self, features: Tensor) -> Ids:
         """Ids of the text that the features of a clip are, where a head `tokens` has read it; none of silence."""
-        few = slice(0, 8)  # values by which rows of the table are told apart
-        rows = self.decoder.text_table[:, few].detach().to(features.dtype) / self.config.feature_factor
-        return tuple(int(token) for feature in features for token in (rows == feature[few]).all(1).nonzero()[:1])
+        part = slice(0, 8)  # values by which rows of the table are told apart
+        rows = self.decoder.text_table[:, part].detach().to(features.dtype) / self.config.feature_factor
+        return tuple(int(token) for feature in features for token in (rows == feature[part]).all(1).nonzero()[:1])
 
     def read(self, features: Tensor, frames: Sequence[int], classifier: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """What `forward` takes in training as `features` and `left_out` of the projector's features [N, W] of clips of so many
